@@ -23,7 +23,7 @@ from studies.report import Figure, Rows, Summary, by, curves, look_of, mean, pan
 from studies.runs import call, validations, words_of
 from studies.study import Study, StudyOptions, grid, program
 
-Kind = Literal["certified", "eight_blocks", "token_max", "plain", "twin"]
+Kind = Literal["certified", "eight_blocks", "eight_heads", "token_max", "plain", "twin"]
 ALLOWED = 0.01  # nats
 TWIN = "twin"
 KINDS = {
@@ -31,6 +31,9 @@ KINDS = {
     # The same matrices in twice as many branches: half the heads and hidden units in each.
     "eight_blocks": "experiment=nanogpt_cpu_causal model.num_layers=8 model.num_heads=8"
     " model.d_head=10 model.d_ff=148",
+    # Half the heads, and so a shorter step.
+    "eight_heads": "experiment=nanogpt_cpu_causal model.num_heads=8 model.d_model=128"
+    " model.d_ff=514",
     "token_max": "experiment=nanogpt_cpu",  # branches ≤ 0.5
     "plain": "experiment=nanogpt_cpu_causal model.diagonal_scaling=false",  # Euclidean norm
     TWIN: "experiment=nanogpt_cpu model=dot_product model.num_heads=8 model.activation=gelu",

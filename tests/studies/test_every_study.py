@@ -136,7 +136,7 @@ def test_every_study_has_valid_options_and_columns_of_different_names(name: str)
             "price",
             "kinds=[other]",
             2,
-            "'[other]' is not [certified|eight_blocks|token_max|plain|twin, ...]",
+            "'[other]' is not [certified|eight_blocks|eight_heads|token_max|plain|twin, ...]",
         ),
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
         ("tightness", "sizes=[]", 2, "leave no case"),
