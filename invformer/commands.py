@@ -172,11 +172,11 @@ def invert(config: InvertConfig) -> None:
 
     model = load(config.checkpoint, config.device)
     z = model.encode(text) if text is not None else read_states(str(config.states))
-    z, within = perturb(z, config.noise, config.bits, config.seed)
+    z, known = perturb(z, config.noise, config.bits, config.seed)
     if config.save_states:
         write_states(z, config.save_states)
     start = time.perf_counter()
-    found = model.invert(z, within)
+    found = model.invert(z, **known)
     seconds = time.perf_counter() - start
     given = None if text is None else model.vocabulary.symbols_of(text)
     print_recovered(*readable(model.vocabulary, given, found.symbols, found.proven))
@@ -185,13 +185,13 @@ def invert(config: InvertConfig) -> None:
         right = [a == b for a, b in zip(given, found.symbols, strict=True)]
         print(f"{sum(right)} of {count} {unit} recovered, ", end="")
         wrong = (sure and not same for sure, same in zip(found.proven, right, strict=True))
-        if not config.noise and any(wrong):
+        if any(wrong):
             raise CertificateViolation("a proven character is wrong: a bug in invformer")
     solver = f", the solver's part at most {found.error_bound:.2g}" if found.error_bound < 1 else ""
     why = f" (none: {found.unproven})" if found.unproven else ""
     print(f"{sum(found.proven)} of {count} proven{why}")
-    if within is not None and any(found.proven):
-        print("proven: no other symbols have states that are rounded to these")
+    if known and any(found.proven):
+        print("proven: no other symbols have states that such damage turns into these")
     if found.radius > 0:
         radius = shortened_down(found.radius)
         print(f"any other symbols have a state farther than {radius} from the given one")

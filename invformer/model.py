@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +143,8 @@ class TrainedModel:
     def invert(
         self,
         z: Float[Tensor, "tokens width"],
-        within: Float[Tensor, "#tokens #width"] | None = None,
+        entries_within: Float[Tensor, "#tokens #width"] | None = None,
+        states_within: Float[Tensor, "#tokens"] | None = None,
     ) -> RecoveredText:
         """The text behind states at the top of the stack, in float64.
 
@@ -153,8 +153,9 @@ class TrainedModel:
 
         Args:
             z: the states.
-            within: how far their entries may be off, such as half the step of a rounding; inf where
-                they are lost. More is then proven.
+            entries_within: how far their entries may be off, such as half the step of a rounding;
+                inf where they are lost. More is then proven.
+            states_within: how far each state may be off, ‖·‖₂.
 
         Raises:
             ConfigurationError: the model is a baseline, whose stack has no fixed-point inverse.
@@ -171,14 +172,19 @@ class TrainedModel:
         symbols, proven, bounds, steps, residuals, radii = "", [], [], [], [], []
         unproven = None
         z = z.to(self.device, torch.float64)
-        windows, known = z[None].split(network.seq_len, 1), repeat(None)
-        if within is not None:
-            known = within.to(z).expand_as(z).split(network.seq_len)
-        shown = tqdm(windows, "inversion", unit=" windows", leave=False, disable=None)
-        for window, of_window in zip(shown, known, strict=False):
+        known: dict[str, Tensor] = {}
+        if entries_within is not None:
+            known["entries_within"] = entries_within.to(z).expand_as(z)
+        if states_within is not None:
+            known["states_within"] = states_within.to(z).expand(len(z))
+        starts = range(0, len(z), network.seq_len)
+        for start in tqdm(starts, "inversion", unit=" windows", leave=False, disable=None):
+            rows = slice(start, start + network.seq_len)
+            window = z[None, rows]
             solution = stack.inverse(window, weights, certificate, throw=False)
             nearest = network.embedding.nearest_tokens(solution.value)
-            tokens, evidence = fitted(network, nearest, window, of_window)
+            of_rows = {name: bound[rows] for name, bound in known.items()}
+            tokens, evidence = fitted(network, nearest, window, **of_rows)
             symbols += self.vocabulary.decode(tokens[0].cpu())
             proven += evidence.proven[0].tolist()
             bounds.append(solution.error_bound.max().item())

@@ -4,10 +4,8 @@ The top states of validation windows are rounded, made noisy, or lose channels. 
 by the inverse of all positions at once, by trying every symbol at every position, and by trying the
 few candidates that the inverse and the Jacobian of one position choose.
 
-Proven is what :func:`.prefix_margins` proves of the text found by trying every symbol. How far the
-entries of a rounded state may be off is known, and which channels are lost: proven is then that no
-other text has such states. Of noise nothing is known, and every other text has states farther from
-those given. It is beyond the radius where the true states are not nearer than the proof asks.
+Proven is what :func:`.prefix_margins` proves of the text found by trying every symbol, if it is
+known how far a state or its entries may be off: no other text has such states.
 
 Verdict: no character with a proof is wrong, and where every symbol recovers at least 99 % of the
 characters, the few candidates recover as many, within 1 %.
@@ -36,7 +34,7 @@ class Options(StudyOptions):
 
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
     bits: list[int] = option([16, 8, 6, 5, 4, 3, 2, 1], "of rounding", "[1, 32]")
-    noise: list[float] = option([0.03, 0.1, 0.3], "of the states' root mean square", "[0, 1e3]")
+    noise: list[float] = option([0.1, 0.3, 1.0], "of the states' root mean square length", "[0, 1e3]")
     dropped: list[int] = option([1, 4, 32], "channels that are set to zero", "[1, 1e5]")
     num_windows: int = option(4, "windows of the validation split", "[1, 1e5]")
     num_candidates: int = option(8, "symbols tried at a position", "[1, 1e6]")
@@ -56,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Shares of characters; None: no inverse, or known damage."""
+    """Shares of characters; None: no inverse."""
 
     name: str
     at_once: float | None
@@ -64,7 +62,6 @@ class Result:
     search: float
     proven: float
     wrong: float  # proven, though they are not those of the text
-    beyond_radius: float | None  # where the damage is not known
     margin: float  # median of m_i, of the states' root mean square length
     passes: float | None  # forward passes a character, by few candidates
 
@@ -81,21 +78,23 @@ def cases(options: Options) -> list[Case]:
     ]
 
 
-def damaged(z: Tensor, case: Case) -> tuple[Tensor, Tensor | None]:
-    """The states of every window after the damage, and how far their entries may be off."""
+def damaged(z: Tensor, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """The states of every window after the damage, and how far they may be off."""
     if case.damage in ("bits", "channel bits"):
         over = (1, 2) if case.damage == "bits" else (0, 1)  # a scale a window, or a channel
         least, largest = z.amin(over, keepdim=True), z.amax(over, keepdim=True)
         step = (largest - least) / (2 ** int(case.level) - 1)
-        off = (step / 2).expand(len(z), -1, -1)
-        return least + ((z - least) / step).round() * step, off + SLACK
+        off = (step / 2).expand(len(z), -1, -1) + SLACK
+        return least + ((z - least) / step).round() * step, {"entries_within": off}
     if case.damage == "noise":
-        noisy = [perturb(w, case.level, None, case.seed + i)[0] for i, w in enumerate(z)]
-        return torch.stack(noisy), None
+        found = [perturb(w, case.level, None, case.seed + i) for i, w in enumerate(z)]
+        noisy, known = zip(*found, strict=True)
+        off = torch.stack([bounds["states_within"] for bounds in known])
+        return torch.stack(noisy), {"states_within": off[:, None]}
     generator = torch.Generator().manual_seed(case.seed)
     lost = torch.randperm(z.shape[-1], generator=generator)[: int(case.level)]
     off = torch.full_like(z[:, :1], SLACK).index_fill(-1, lost, math.inf)
-    return z.index_fill(-1, lost, 0.0), off
+    return z.index_fill(-1, lost, 0.0), {"entries_within": off}
 
 
 @torch.no_grad()
@@ -104,9 +103,10 @@ def measure(case: Case, device: torch.device) -> Result:
     network, tokens = trained(case.model).network, windows(case.model, case.num_windows)
     name = kind_of(network)
     clean = network.stack(network.embedding(tokens))
-    z, off = damaged(clean, case)
+    z, known = damaged(clean, case)
+    off = known.get("entries_within")
     search = decode(network, z, None, off)
-    at_once = few = passes = beyond = None
+    at_once = few = passes = None
     if name != "twin":
         x = undoing(network, throw=True)(z)
         at_once = share(network.embedding.nearest_tokens(x) == tokens)
@@ -116,20 +116,14 @@ def measure(case: Case, device: torch.device) -> Result:
         ]
         few = share(torch.cat([one.tokens for one in found]) == tokens)
         passes = sum(one.passes for one in found) / tokens.numel()
-    evidence = prefix_margins(network, search.tokens, z, unknown=None, within=off)
-    wrong = evidence.proven & (search.tokens != tokens)
-    if off is None:
-        moved = (z - clean).norm(dim=-1) + SLACK
-        within = (moved < evidence.margin - evidence.distance).cumprod(-1).bool()
-        beyond, wrong = 1 - share(within), wrong & within
+    evidence = prefix_margins(network, search.tokens, z, unknown=None, **known)
     return Result(
         name=name,
         at_once=at_once,
         few=few,
         search=share(search.tokens == tokens),
         proven=share(evidence.proven),
-        wrong=share(wrong),
-        beyond_radius=beyond,
+        wrong=share(evidence.proven & (search.tokens != tokens)),
         margin=(evidence.margin.median() / clean.norm(dim=-1).square().mean().sqrt()).item(),
         passes=passes,
     )

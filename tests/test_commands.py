@@ -384,7 +384,7 @@ def test_a_text_of_more_windows_comes_back_from_states_without_some_channels(run
     within = torch.full_like(z[:1], 1e-4)
     z[:, :8], within[:, :8] = 0, torch.inf
     assert len(text) > model.network.seq_len
-    found = model.invert(z, within)
+    found = model.invert(z, entries_within=within)
     assert found.text == text
     assert all(found.proven)
 

@@ -17,25 +17,32 @@ LINE_BREAKS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 def perturb(
     z: Float[Tensor, "tokens width"], noise: float, bits: int | None, seed: int
-) -> tuple[Float[Tensor, "tokens width"], Tensor | None]:
-    """States with Gaussian noise added, then rounded to a number of bits, if there is one.
+) -> tuple[Float[Tensor, "tokens width"], dict[str, Tensor]]:
+    """Damaged states, and how far they may be off, as :func:`.prefix_margins` wants to know it.
 
-    And how far an entry may be off, if it was rounded only: half a level, and 2⁻¹⁶ of the range for
-    the rounding of the forward pass. The noise is in units of the states' root mean square. The
-    levels that bits number are evenly spaced between the least and the largest value. States in
-    half precision become float32 first: float16 has no number for the 65536th level.
+    Every state is moved by ``noise`` times the states' root mean square length, in a random
+    direction. Then its entries are rounded to 2^bits levels, evenly spaced between the least and
+    the largest of all. Bounds have room for a forward pass in float32, 2⁻¹⁶ of the largest entry.
+    States in half precision become float32 first: float16 has no number for the 65536th level.
     """
-    z, within = at_least_single(z), None
+    z = at_least_single(z)
+    slack = 2.0**-16 * z.abs().amax()
+    known: dict[str, Tensor] = {}
     if noise:
         generator = torch.Generator().manual_seed(seed)
-        size = noise * z.square().mean().sqrt()
-        z = z + size * torch.randn(z.shape, generator=generator).to(z)
+        directions = torch.randn(z.shape, generator=generator).to(z)
+        length = noise * z.square().sum(-1).mean().sqrt()
+        z = z + directions * (length / directions.norm(dim=-1, keepdim=True))
+        known["states_within"] = length + slack * z.shape[-1] ** 0.5
     if bits is not None:
         least, largest = z.aminmax()
         step = (largest - least) / (2**bits - 1)
         z = least + ((z - least) / step).round() * step if step > 0 else z
-        within = None if noise else step / 2 + 2.0**-16 * (largest - least)
-    return z, within
+        if noise:
+            known["states_within"] += step / 2 * z.shape[-1] ** 0.5
+        else:
+            known["entries_within"] = step / 2 + slack
+    return z, known
 
 
 def marks(text: str | None, recovered: str, proven: Iterable[bool]) -> str:

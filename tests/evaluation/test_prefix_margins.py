@@ -314,29 +314,41 @@ def test_a_text_is_found_from_its_rounded_states_alone(model: CharTransformer) -
     states = model.stack(model.embedding(tokens))
     step = states.std() / 4
     nothing = torch.ones_like(tokens)
-    found, evidence = fitted(model, nothing, (states / step).round() * step, step / 2 + 1e-6)
+    rounded, within = (states / step).round() * step, step / 2 + 1e-6
+    found, evidence = fitted(model, nothing, rounded, entries_within=within)
     assert torch.equal(found, tokens)
     assert evidence.proven.all()
     assert torch.equal(fitted(model, nothing, states)[0], tokens)
 
 
-@pytest.mark.parametrize(("step", "lost"), [(1.0, 0), (3.0, 0), (9.0, 0), (1.0, 5), (0.0, 6)])
+@pytest.mark.parametrize(("kind", "size"), [
+    ("rounded", 1.0), ("rounded", 3.0), ("rounded", 9.0), ("lost", 5), ("moved", 1.0),
+    ("moved", 3.0), ("moved", 9.0),
+])  # fmt: skip
 @torch.no_grad()
-def test_proven_by_known_damage_is_what_no_other_text_may_be(step: float, lost: int) -> None:
+def test_proven_by_known_damage_is_what_no_other_text_may_be(kind: str, size: float) -> None:
     model = ready(lambda: contractive_model(bounded=True, scaled=True)).double()
     texts = torch.tensor(list(product(range(VOCAB), repeat=3)))
     states = model.stack(model.embedding(texts))
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(len(texts), (40,), generator=generator)
-    damaged = states[chosen]
-    within = torch.full_like(damaged[:1, :1], step / 2 + 1e-9)
-    if step:
-        damaged = (damaged / step).round() * step
-    damaged[..., :lost], within[..., :lost] = 0, math.inf
+    damaged, known = states[chosen], {}
+    if kind == "rounded":
+        damaged = (damaged / size).round() * size
+        known["entries_within"] = torch.full_like(damaged[:1, :1], size / 2 + 1e-9)
+    elif kind == "lost":
+        known["entries_within"] = torch.full_like(damaged, 1e-9)
+        damaged[..., : int(size)], known["entries_within"][..., : int(size)] = 0, math.inf
+    else:
+        moved = torch.randn(damaged.shape, generator=generator).double()
+        damaged = damaged + size * moved / moved.norm(dim=-1, keepdim=True)
+        known["states_within"] = torch.tensor(size + 1e-9)
     decoded = texts[chosen]
     decoded[::2, 1] = (decoded[::2, 1] + 1) % VOCAB  # every second is wrong
-    evidence = prefix_margins(model, decoded, damaged, unknown=None, within=within)
-    near = ((states[None] - damaged[:, None]).abs() <= within).all(-1)  # (damaged, texts, places)
+    evidence = prefix_margins(model, decoded, damaged, unknown=None, **known)
+    off = states[None] - damaged[:, None]  # (damaged, texts, places, width)
+    entries, lengths = (known.get(name) for name in ("entries_within", "states_within"))
+    near = off.norm(dim=-1) <= lengths if entries is None else (off.abs() <= entries[:, None]).all(-1)
     same = (texts[None] == decoded[:, None]).cumprod(-1).bool()
     expected = torch.ones(len(decoded)).bool()
     for end in range(3):
@@ -345,7 +357,7 @@ def test_proven_by_known_damage_is_what_no_other_text_may_be(step: float, lost: 
         expected &= (~behind | (near[..., end] == same[..., end])).all(-1)
         assert torch.equal(evidence.proven[:, end], expected)
     assert not evidence.proven[::2, 1:].any()
-    assert evidence.proven.any() == (step < 9)
+    assert evidence.proven.any() == ((kind, size) != ("rounded", 9.0))
 
 
 @torch.no_grad()

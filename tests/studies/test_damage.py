@@ -16,9 +16,10 @@ def test_rounding_a_window_is_what_the_command_does_and_bounds_on_damage_hold() 
     z = torch.randn(2, 5, 4, dtype=torch.float64)
     assert torch.allclose(damage.damaged(z, case("bits", 4))[0][1], perturb(z[1], 0.0, 4, 0)[0])
     for kind, level in (("bits", 3), ("channel bits", 3), ("dropped", 2)):
-        changed, within = damage.damaged(z, case(kind, level))
-        assert within is not None
-        assert ((changed - z).abs() <= within).all()
+        changed, known = damage.damaged(z, case(kind, level))
+        assert ((changed - z).abs() <= known["entries_within"]).all()
+    changed, known = damage.damaged(z, case("noise", 0.5))
+    assert ((changed - z).norm(dim=-1) <= known["states_within"]).all()
 
 
 @pytest.mark.usefixtures("certified")
@@ -28,4 +29,3 @@ def test_fine_rounding_costs_nothing_and_under_heavy_noise_nothing_proven_is_wro
     worst = damage.measure(case("noise", 30), torch.device("cpu"))
     assert worst.search < 1
     assert worst.wrong == worst.proven == 0
-    assert (clean.beyond_radius, worst.beyond_radius) == (None, 1)
