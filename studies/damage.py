@@ -34,7 +34,9 @@ class Options(StudyOptions):
 
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
     bits: list[int] = option([16, 8, 6, 5, 4, 3, 2, 1], "of rounding", "[1, 32]")
-    noise: list[float] = option([0.1, 0.3, 1.0], "of the states' root mean square length", "[0, 1e3]")
+    noise: list[float] = option(
+        [0.1, 0.3, 1.0], "of the states' root mean square length", "[0, 1e3]"
+    )
     dropped: list[int] = option([1, 4, 32], "channels that are set to zero", "[1, 1e5]")
     num_windows: int = option(4, "windows of the validation split", "[1, 1e5]")
     num_candidates: int = option(8, "symbols tried at a position", "[1, 1e6]")

@@ -348,7 +348,9 @@ def test_proven_by_known_damage_is_what_no_other_text_may_be(kind: str, size: fl
     evidence = prefix_margins(model, decoded, damaged, unknown=None, **known)
     off = states[None] - damaged[:, None]  # (damaged, texts, places, width)
     entries, lengths = (known.get(name) for name in ("entries_within", "states_within"))
-    near = off.norm(dim=-1) <= lengths if entries is None else (off.abs() <= entries[:, None]).all(-1)
+    near = (
+        off.norm(dim=-1) <= lengths if entries is None else (off.abs() <= entries[:, None]).all(-1)
+    )
     same = (texts[None] == decoded[:, None]).cumprod(-1).bool()
     expected = torch.ones(len(decoded)).bool()
     for end in range(3):
