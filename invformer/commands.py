@@ -185,13 +185,13 @@ def invert(config: InvertConfig) -> None:
         right = [a == b for a, b in zip(given, found.symbols, strict=True)]
         print(f"{sum(right)} of {count} {unit} recovered, ", end="")
         wrong = (sure and not same for sure, same in zip(found.proven, right, strict=True))
-        if any(wrong):
+        if not known and any(wrong):
             raise CertificateViolation("a proven character is wrong: a bug in invformer")
     solver = f", the solver's part at most {found.error_bound:.2g}" if found.error_bound < 1 else ""
     why = f" (none: {found.unproven})" if found.unproven else ""
     print(f"{sum(found.proven)} of {count} proven{why}")
     if known and any(found.proven):
-        print("proven: no other symbols have states that such damage turns into these")
+        print("proven: every text whose states such damage turns into these begins so")
     if found.radius > 0:
         radius = shortened_down(found.radius)
         print(f"any other symbols have a state farther than {radius} from the given one")

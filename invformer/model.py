@@ -30,7 +30,7 @@ from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError, StorageError
 from invformer.evaluation.evaluate import certify_model
-from invformer.evaluation.prefix_margins import fitted
+from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
@@ -143,19 +143,20 @@ class TrainedModel:
     def invert(
         self,
         z: Float[Tensor, "tokens width"],
-        entries_within: Float[Tensor, "#tokens #width"] | None = None,
-        states_within: Float[Tensor, "#tokens"] | None = None,
+        entries_within: Float[Tensor, "..."] | float | None = None,
+        states_within: Float[Tensor, "..."] | float | None = None,
     ) -> RecoveredText:
         """The text behind states at the top of the stack, in float64.
 
         If the states were damaged, other symbols may fit them better than those nearest to what the
-        inverse finds. They are found by trying all (:func:`.fitted`).
+        inverse finds. They are found by trying all, which takes up to ten times as long.
 
         Args:
             z: the states.
             entries_within: how far their entries may be off, such as half the step of a rounding;
-                inf where they are lost. More is then proven.
-            states_within: how far each state may be off, ‖·‖₂.
+                inf where they are lost. More is then proven. A number, or of a shape that can be
+                expanded to that of z.
+            states_within: how far each state may be off, ‖·‖₂, a number or (tokens,).
 
         Raises:
             ConfigurationError: the model is a baseline, whose stack has no fixed-point inverse.
@@ -172,11 +173,11 @@ class TrainedModel:
         symbols, proven, bounds, steps, residuals, radii = "", [], [], [], [], []
         unproven = None
         z = z.to(self.device, torch.float64)
-        known: dict[str, Tensor] = {}
+        known: dict[str, Any] = {}
         if entries_within is not None:
-            known["entries_within"] = entries_within.to(z).expand_as(z)
+            known["entries_within"] = torch.as_tensor(entries_within).to(z).expand_as(z)
         if states_within is not None:
-            known["states_within"] = states_within.to(z).expand(len(z))
+            known["states_within"] = torch.as_tensor(states_within).to(z).expand(len(z))
         starts = range(0, len(z), network.seq_len)
         for start in tqdm(starts, "inversion", unit=" windows", leave=False, disable=None):
             rows = slice(start, start + network.seq_len)
@@ -184,7 +185,8 @@ class TrainedModel:
             solution = stack.inverse(window, weights, certificate, throw=False)
             nearest = network.embedding.nearest_tokens(solution.value)
             of_rows = {name: bound[rows] for name, bound in known.items()}
-            tokens, evidence = fitted(network, nearest, window, **of_rows)
+            evidence = prefix_margins(network, nearest, window, fit=True, **of_rows)
+            tokens = evidence.tokens
             symbols += self.vocabulary.decode(tokens[0].cpu())
             proven += evidence.proven[0].tolist()
             bounds.append(solution.error_bound.max().item())

@@ -14,6 +14,7 @@ characters, the few candidates recover as many, within 1 %.
 import math
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def cases(options: Options) -> list[Case]:
     ]
 
 
-def damaged(z: Tensor, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+def damaged(z: Tensor, case: Case) -> tuple[Tensor, dict[str, Any]]:
     """The states of every window after the damage, and how far they may be off."""
     if case.damage in ("bits", "channel bits"):
         over = (1, 2) if case.damage == "bits" else (0, 1)  # a scale a window, or a channel

@@ -23,7 +23,7 @@ from torch import Tensor
 from invformer.evaluation.enclosed_branches import NotEnclosed
 from invformer.evaluation.enclosed_network import Network
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.enclosure import constant
+from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.precision import changed, without_autocast
 
 # Symbols that are pushed up at once: their activations stay in a processor's cache.
@@ -49,8 +49,8 @@ class MarginEvidence:
     # whether no other text may have such states up to i. Never for the unknown symbol, which stands
     # for many characters.
     proven: Bool[Tensor, "sequences tokens"]
-    # The symbols whose states, behind those before them in the text, fit those given best.
-    best: Integer[Tensor, "sequences tokens"]
+    # The text.
+    tokens: Integer[Tensor, "sequences tokens"]
     # Why nothing is proven, where the rounding of a network is not bounded.
     unproven: str | None = None
 
@@ -61,8 +61,10 @@ def prefix_margins(
     tokens: Integer[Tensor, "sequences tokens"],
     states: Float[Tensor, "sequences tokens width"],
     unknown: int | None = 0,
-    entries_within: Float[Tensor, "#sequences #tokens #width"] | None = None,
-    states_within: Float[Tensor, "#sequences #tokens"] | None = None,
+    *,
+    fit: bool = False,
+    entries_within: Float[Tensor, "..."] | float | None = None,
+    states_within: Float[Tensor, "..."] | float | None = None,
 ) -> MarginEvidence:
     """Prove a text by the states at the top of a stack.
 
@@ -75,16 +77,19 @@ def prefix_margins(
         tokens: the text, as decoded from the states.
         states: the states at the top of the stack, in front of its LayerNorm, in any precision.
         unknown: the symbol that stands for every character outside the vocabulary.
+        fit: first replace symbols, from the first position on, by those whose states fit best.
+            Where the rounding of a model is not bounded, ``tokens`` stay as they are.
         entries_within: how far each entry of the given states may be off: half the step of a
-            rounding, with room for that of the forward pass; inf where it is lost.
-        states_within: how far each state may be off, ‖·‖₂.
+            rounding, with room for that of the forward pass; inf where it is lost. A number, or of
+            a shape that can be expanded to that of ``states``.
+        states_within: how far each state may be off, ‖·‖₂, as for ``tokens``.
     """
     is_known = entries_within is not None or states_within is not None
-    anywhere, unit = states.new_tensor(math.inf), states.new_ones(())
-    entries = (anywhere if entries_within is None else entries_within).expand_as(states)
-    if states_within is None:
-        states_within = anywhere if is_known else unit
-    lengths = states_within.expand(tokens.shape)
+    entries = as_double(math.inf if entries_within is None else entries_within, states)
+    if entries_within is not None:
+        states = states.masked_fill(entries.isposinf(), 0.0)  # what is lost may hold anything
+    anywhere = math.inf if is_known else 0.0
+    lengths = as_double(anywhere if states_within is None else states_within, tokens)
     # Products in the formats of their factors: no autocast, no TF32 or bfloat16 for float32.
     precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     try:
@@ -92,42 +97,26 @@ def prefix_margins(
             network = Network(model, tokens.shape[-1], accurate=False)
             found = []
             for text in zip(tokens, states, entries, lengths, strict=True):
-                evidence = evidence_of(network, *text)
+                evidence = evidence_of(network, *text, fit)
                 if evidence is None:
                     network = Network(model, tokens.shape[-1])  # also for the texts that follow
-                    evidence = evidence_of(network, *text)
+                    evidence = evidence_of(network, *text, fit)
                 found.append(evidence)
     except NotEnclosed as error:
         nan = torch.full(tokens.shape, math.nan, dtype=torch.float64, device=tokens.device)
         nothing = torch.zeros_like(tokens).bool()
         return MarginEvidence(nan, nan, nan, nan, nothing, tokens, str(error))
-    margin, arithmetic_error, distance, radius, alone, best = (
+    margin, arithmetic_error, distance, radius, alone, tokens = (
         torch.stack(numbers) for numbers in zip(*found, strict=True)
     )
     told_apart = alone if is_known else (2 * distance < margin) & margin.isfinite()
     proven = told_apart.cumprod(-1).bool() & (tokens != unknown)
-    return MarginEvidence(margin, arithmetic_error, distance, radius, proven, best)
+    return MarginEvidence(margin, arithmetic_error, distance, radius, proven, tokens)
 
 
-def fitted(
-    model: CharTransformer,
-    tokens: Integer[Tensor, "sequences tokens"],
-    states: Float[Tensor, "sequences tokens width"],
-    **known: Any,
-) -> tuple[Integer[Tensor, "sequences tokens"], MarginEvidence]:
-    """The text found from damaged states by trying every symbol, and what is proven of it.
-
-    All positions at once take the symbol that fits best, until none changes: the i-th is final
-    after i rounds at most, and after few where ``tokens`` is nearly right. The arguments are those
-    of :func:`prefix_margins`; where nothing is proven, ``tokens`` stay as they are.
-    """
-    evidence = prefix_margins(model, tokens, states, **known)
-    for _ in range(tokens.shape[-1]):
-        if torch.equal(evidence.best, tokens):
-            break
-        tokens = evidence.best
-        evidence = prefix_margins(model, tokens, states, **known)
-    return tokens, evidence
+def as_double(bound: Tensor | float, like: Tensor) -> Tensor:
+    """A bound of each entry of a tensor, in float64."""
+    return torch.as_tensor(bound).to(like.device, torch.float64).expand_as(like)
 
 
 def evidence_of(
@@ -136,31 +125,60 @@ def evidence_of(
     states: Float[Tensor, "tokens width"],
     entries: Float[Tensor, "tokens width"],
     lengths: Float[Tensor, "tokens"],
+    fit: bool,
 ) -> tuple[Tensor, ...] | None:
     """Margin, arithmetic error, distance and radius of every character of one text.
 
     And whether it alone may have a state within ``entries`` and ``lengths`` of the one given, and
-    the symbol whose state is nearest in these units. None if the numbers are float64's own and that
-    is not enough: an error is more than a sixteenth of its margin.
+    the text. None if the numbers are float64's own and that is not enough: an error is more than a
+    sixteenth of its margin.
     """
-    length, symbols = len(tokens), len(network.symbols.middle)
-    own, past = network(tokens, torch.arange(length, device=tokens.device), None)
-    distance = (own - constant(states)).single().norm_at_most()
-    margins, errors, misfits = [], [], []
-    for rows in torch.arange(length * symbols, device=tokens.device).split(ROWS):
-        places, symbol = rows // symbols, rows % symbols
-        state, _ = network(symbol, places, past)
-        margin, error = (state - own[places]).single().norm_at_least()
-        margins.append(margin.masked_fill(symbol == tokens[places], math.inf))
-        errors.append(error)
-        off = (state - constant(states[places])).single()
-        of_entries = (off.at_least() / entries[places]).amax(-1)
-        misfits.append(torch.maximum(of_entries, off.norm_at_least()[0] / lengths[places]))
-        if not network.accurate and not bool((ENOUGH * error <= margins[-1]).all()):
+    num_symbols, everywhere = len(network.symbols.middle), torch.arange(len(tokens)).to(tokens)
+    symbols = torch.arange(num_symbols).to(tokens)
+    own, past = network(tokens, everywhere, None)
+    found = []
+    for places in everywhere.split(max(1, ROWS // num_symbols)):
+        compared = compare(network, past, own, states, entries, lengths, places)
+        for _ in range(len(places) if fit else 0):
+            best = compared[-1].argmin(-1)
+            if torch.equal(best, tokens[places]):
+                break
+            tokens = tokens.index_copy(0, places, best)
+            own, past = network(tokens, everywhere, None)
+            compared = compare(network, past, own, states, entries, lengths, places)
+        margin, error, excess = compared
+        is_own = tokens[places, None] == symbols
+        margin = margin.masked_fill(is_own, math.inf)
+        if not network.accurate and not bool((ENOUGH * error <= margin).all()):
             return None
-    margin = torch.cat(margins).view(length, symbols).amin(-1)
-    error = torch.cat(errors).view(length, symbols).amax(-1)
-    misfit = torch.cat(misfits).view(length, symbols)
-    is_own = tokens[:, None] == torch.arange(symbols, device=tokens.device)
-    alone = ((misfit > 1) != is_own).all(-1)
-    return margin, error, distance, (margin - distance).cummin(0).values, alone, misfit.argmin(-1)
+        alone = ((excess > 0) != is_own).all(-1)
+        found.append((margin.amin(-1), error.amax(-1), alone))
+    margin, error, alone = (torch.cat(numbers) for numbers in zip(*found, strict=True))
+    distance = (own - constant(states)).single().norm_at_most()
+    return margin, error, distance, (margin - distance).cummin(0).values, alone, tokens
+
+
+def compare(
+    network: Network,
+    past: list[Any],
+    own: Enclosure,
+    states: Float[Tensor, "tokens width"],
+    entries: Float[Tensor, "tokens width"],
+    lengths: Float[Tensor, "tokens"],
+    places: Integer[Tensor, "places"],
+) -> Float[Tensor, "3 places symbols"]:
+    """Every symbol at some places: its state beside that of the text, and beside that given.
+
+    A lower bound on the first distance, the error in it, and a lower bound on how much farther than
+    ``entries`` or ``lengths`` allow it is from the state given.
+    """
+    num_symbols, found = len(network.symbols.middle), []
+    for rows in torch.arange(len(places) * num_symbols).to(places).split(ROWS):
+        at, symbol = places[rows // num_symbols], rows % num_symbols
+        state, _ = network(symbol, at, past)
+        margin, error = (state - own[at]).single().norm_at_least()
+        off = (state - constant(states[at])).single()
+        of_entries = (off.at_least() - entries[at]).amax(-1)
+        excess = torch.maximum(of_entries, off.norm_at_least()[0] - lengths[at])
+        found.append(torch.stack([margin, error, excess]))
+    return torch.cat(found, -1).unflatten(-1, (-1, num_symbols))

@@ -22,11 +22,13 @@ def perturb(
 
     Every state is moved by ``noise`` times the states' root mean square length, in a random
     direction. Then its entries are rounded to 2^bits levels, evenly spaced between the least and
-    the largest of all. Bounds have room for a forward pass in float32, 2⁻¹⁶ of the largest entry.
-    States in half precision become float32 first: float16 has no number for the 65536th level.
+    the largest of all. Bounds have room for the rounding of z to its format and of a forward pass
+    in float32, together ε/2 and 2⁻¹⁶ of the largest entry. States in half precision become float32
+    first: float16 has no number for the 65536th level.
     """
+    rounding = torch.finfo(z.dtype).eps / 2 + 2.0**-16
     z = at_least_single(z)
-    slack = 2.0**-16 * z.abs().amax()
+    slack = rounding * z.abs().amax()
     known: dict[str, Tensor] = {}
     if noise:
         generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ from invformer.evaluation import enclosed_branches
 from invformer.evaluation import prefix_margins as prefix_module
 from invformer.evaluation.enclosed_branches import activate
 from invformer.evaluation.enclosed_network import Network
-from invformer.evaluation.prefix_margins import fitted, prefix_margins
+from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn import (
     ActivationNorm,
     ContractiveL2Attention,
@@ -315,10 +315,14 @@ def test_a_text_is_found_from_its_rounded_states_alone(model: CharTransformer) -
     step = states.std() / 4
     nothing = torch.ones_like(tokens)
     rounded, within = (states / step).round() * step, step / 2 + 1e-6
-    found, evidence = fitted(model, nothing, rounded, entries_within=within)
-    assert torch.equal(found, tokens)
-    assert evidence.proven.all()
-    assert torch.equal(fitted(model, nothing, states)[0], tokens)
+    found = prefix_margins(model, nothing, rounded, fit=True, entries_within=within)
+    assert torch.equal(found.tokens, tokens)
+    assert found.proven.all()
+    entries_within = torch.full_like(states[0, 0], 1e-4)
+    states[:, :, :2], entries_within[:2] = math.nan, math.inf
+    found = prefix_margins(model, nothing, states, fit=True, entries_within=entries_within)
+    assert torch.equal(found.tokens, tokens)
+    assert found.proven.all()
 
 
 @pytest.mark.parametrize(("kind", "size"), [
