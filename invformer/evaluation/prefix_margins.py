@@ -86,10 +86,10 @@ def prefix_margins(
     """
     is_known = entries_within is not None or states_within is not None
     entries = as_double(math.inf if entries_within is None else entries_within, states)
-    if entries_within is not None:
+    if is_known and states_within is None:
+        states_within = math.inf
         states = states.masked_fill(entries.isposinf(), 0.0)  # what is lost may hold anything
-    anywhere = math.inf if is_known else 0.0
-    lengths = as_double(anywhere if states_within is None else states_within, tokens)
+    lengths = as_double(0.0 if states_within is None else states_within, tokens)
     # Products in the formats of their factors: no autocast, no TF32 or bfloat16 for float32.
     precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     try:

@@ -327,7 +327,7 @@ def test_a_text_is_found_from_its_rounded_states_alone(model: CharTransformer) -
 
 @pytest.mark.parametrize(("kind", "size"), [
     ("rounded", 1.0), ("rounded", 3.0), ("rounded", 9.0), ("lost", 5), ("moved", 1.0),
-    ("moved", 3.0), ("moved", 9.0),
+    ("moved", 3.0), ("moved", 9.0), ("both", 3.0),
 ])  # fmt: skip
 @torch.no_grad()
 def test_proven_by_known_damage_is_what_no_other_text_may_be(kind: str, size: float) -> None:
@@ -346,14 +346,18 @@ def test_proven_by_known_damage_is_what_no_other_text_may_be(kind: str, size: fl
     else:
         moved = torch.randn(damaged.shape, generator=generator).double()
         damaged = damaged + size * moved / moved.norm(dim=-1, keepdim=True)
-        known["states_within"] = torch.tensor(size + 1e-9)
+        known["states_within"] = size + 1e-9
+    if kind == "both":  # and of the first entries nothing else is known
+        known["entries_within"] = torch.full_like(damaged, size / 2)
+        known["entries_within"][..., :8] = math.inf
+        assert ((damaged - states[chosen]).abs() <= known["entries_within"]).double().mean() > 0.9
     decoded = texts[chosen]
     decoded[::2, 1] = (decoded[::2, 1] + 1) % VOCAB  # every second is wrong
     evidence = prefix_margins(model, decoded, damaged, unknown=None, **known)
     off = states[None] - damaged[:, None]  # (damaged, texts, places, width)
-    entries, lengths = (known.get(name) for name in ("entries_within", "states_within"))
-    near = (
-        off.norm(dim=-1) <= lengths if entries is None else (off.abs() <= entries[:, None]).all(-1)
+    entries = known.get("entries_within", torch.full_like(damaged, math.inf))[:, None]
+    near = (off.abs() <= entries).all(-1) & (
+        off.norm(dim=-1) <= known.get("states_within", math.inf)
     )
     same = (texts[None] == decoded[:, None]).cumprod(-1).bool()
     expected = torch.ones(len(decoded)).bool()
