@@ -350,7 +350,6 @@ def test_proven_by_known_damage_is_what_no_other_text_may_be(kind: str, size: fl
     if kind == "both":  # and of the first entries nothing else is known
         known["entries_within"] = torch.full_like(damaged, size / 2)
         known["entries_within"][..., :8] = math.inf
-        assert ((damaged - states[chosen]).abs() <= known["entries_within"]).double().mean() > 0.9
     decoded = texts[chosen]
     decoded[::2, 1] = (decoded[::2, 1] + 1) % VOCAB  # every second is wrong
     evidence = prefix_margins(model, decoded, damaged, unknown=None, **known)
