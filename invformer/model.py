@@ -49,7 +49,7 @@ class RecoveredText:
         symbols: the recovered symbols: the text, or a character chr(b) for every byte b of it.
         proven: per symbol, whether :func:`.prefix_margins` proves it: the states of this text
             are nearer to the given ones than half the distance of any other text's states; or no
-            other text has states ``within`` the bounds that were given.
+            other text has states within the bounds that were given.
         error_bound: bound on the distance of the recovered embeddings from the exact preimage of
             the states, by the rounding model of docs/numerics.md; inf if none is known.
         num_steps: largest number of solver steps in any layer.

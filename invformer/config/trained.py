@@ -92,7 +92,7 @@ class InvertConfig(Root):
     file: str | None = option(None, "file with the text, UTF-8")
     states: str | None = option(None, "safetensors file with states (tokens, width) to invert")
     save_states: str | None = option(None, "safetensors file to write the perturbed states to")
-    noise: float = option(0.0, "moves every state by so many of their lengths", "[0, 1e6]")
+    noise: float = option(0.0, "moves states by so many times their length", "[0, 1e6]")
     bits: int | None = option(None, "round states to 2^bits levels", "[1, 32]")
     seed: int = option(0, "of the noise", SEED)
     device: str = option("auto", DEVICES, pattern=DEVICE)

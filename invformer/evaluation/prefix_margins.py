@@ -7,9 +7,9 @@ For a causal network F, a text x̂ and a position i let
 A text whose states lie within m_j − δ_j of the states z_j for all j ≤ i begins with x̂_1 … x̂_i
 (docs/numerics.md §19). If it is known how far z may be off, more is proven: a text whose states
 are so near to it begins with x̂_1 … x̂_i if no other symbol has such a state at a j ≤ i. Both take
-forward passes alone, of every symbol at every position, and an enclosure of the rounding
-of each (:mod:`invformer.evaluation.enclosed_network`). F is the network
-of real numbers with the weights that its forward pass multiplies by.
+forward passes alone, of every symbol at every position, and an enclosure of the rounding of each
+(:mod:`invformer.evaluation.enclosed_network`). F is the network of real numbers with the weights
+that its forward pass multiplies by.
 """
 
 import math

@@ -18,33 +18,30 @@ LINE_BREAKS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 def perturb(
     z: Float[Tensor, "tokens width"], noise: float, bits: int | None, seed: int
 ) -> tuple[Float[Tensor, "tokens width"], dict[str, Tensor]]:
-    """Damaged states, and how far they may be off, as :func:`.prefix_margins` wants to know it.
+    """Damaged states, and how far they may be off, as :func:`.prefix_margins` takes it.
 
     Every state is moved by ``noise`` times the states' root mean square length, in a random
     direction. Then its entries are rounded to 2^bits levels, evenly spaced between the least and
     the largest of all. Bounds have room for the rounding of z to its format and of a forward pass
-    in float32, together ε/2 and 2⁻¹⁶ of the largest entry. States in half precision become float32
-    first: float16 has no number for the 65536th level.
+    in float32: ε/2 and 2⁻¹⁶ of the largest entry. States in half precision become float32 first:
+    float16 has no number for the 65536th level.
     """
     rounding = torch.finfo(z.dtype).eps / 2 + 2.0**-16
-    z = at_least_single(z)
-    slack = rounding * z.abs().amax()
-    known: dict[str, Tensor] = {}
+    z = clean = at_least_single(z)
+    length = noise * z.square().sum(-1).mean().sqrt()
     if noise:
         generator = torch.Generator().manual_seed(seed)
         directions = torch.randn(z.shape, generator=generator).to(z)
-        length = noise * z.square().sum(-1).mean().sqrt()
         z = z + directions * (length / directions.norm(dim=-1, keepdim=True))
-        known["states_within"] = length + slack * z.shape[-1] ** 0.5
+    off = rounding * torch.maximum(clean.abs().amax(), z.abs().amax())
     if bits is not None:
         least, largest = z.aminmax()
         step = (largest - least) / (2**bits - 1)
         z = least + ((z - least) / step).round() * step if step > 0 else z
-        if noise:
-            known["states_within"] += step / 2 * z.shape[-1] ** 0.5
-        else:
-            known["entries_within"] = step / 2 + slack
-    return z, known
+        off = off + step / 2
+    if noise:
+        return z, {"states_within": length + off * z.shape[-1] ** 0.5}
+    return z, {} if bits is None else {"entries_within": off}
 
 
 def marks(text: str | None, recovered: str, proven: Iterable[bool]) -> str:

@@ -24,7 +24,9 @@ def test_levels_beyond_half_precision_move_its_states_by_at_most_half_a_level() 
     assert (perturb(z, 0.0, 16, 0)[0] - z).abs().max() <= 0.51 * level
 
 
-@pytest.mark.parametrize(("noise", "bits"), [(0.0, 3), (0.5, None), (0.5, 3), (0.0, None)])
+@pytest.mark.parametrize(
+    ("noise", "bits"), [(0.0, 3), (0.5, None), (0.5, 3), (1e6, None), (0.0, None)]
+)
 def test_it_is_known_how_far_damaged_states_may_be_off(noise: float, bits: int | None) -> None:
     z = torch.randn(50, 8)
     changed, known = perturb(z, noise, bits, 0)
