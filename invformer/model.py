@@ -30,7 +30,7 @@ from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError, StorageError
 from invformer.evaluation.evaluate import certify_model
-from invformer.evaluation.prefix_margins import prefix_margins
+from invformer.evaluation.prefix_margins import as_double, prefix_margins
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
@@ -175,9 +175,9 @@ class TrainedModel:
         z = z.to(self.device, torch.float64)
         known: dict[str, Any] = {}
         if entries_within is not None:
-            known["entries_within"] = torch.as_tensor(entries_within).to(z).expand_as(z)
+            known["entries_within"] = as_double(entries_within, z)
         if states_within is not None:
-            known["states_within"] = torch.as_tensor(states_within).to(z).expand(len(z))
+            known["states_within"] = as_double(states_within, z[:, 0])
         starts = range(0, len(z), network.seq_len)
         for start in tqdm(starts, "inversion", unit=" windows", leave=False, disable=None):
             rows = slice(start, start + network.seq_len)

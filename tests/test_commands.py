@@ -129,6 +129,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
     assert "other symbols would have a state" not in said
     assert re.search(r"^error \d.* at the embedding, the solver's part at most ", said, re.M)
     assert "recovered  " in typed("invert", f"states={saved}")
+    assert "11 of 11 characters recovered" in typed("invert", "text=12 times 12", "bits=16")
     said = typed("invert", "text=12 times 12", "bits=3")
     assert "11 of 11 characters recovered, 11 of 11 proven\nproven: every text whose " in said
 

@@ -133,8 +133,8 @@ def evidence_of(
     the text. None if the numbers are float64's own and that is not enough: an error is more than a
     sixteenth of its margin.
     """
-    num_symbols, everywhere = len(network.symbols.middle), torch.arange(len(tokens)).to(tokens)
-    symbols = torch.arange(num_symbols).to(tokens)
+    num_symbols, device = len(network.symbols.middle), tokens.device
+    everywhere, symbols = (torch.arange(n, device=device) for n in (len(tokens), num_symbols))
     own, past = network(tokens, everywhere, None)
     found = []
     for places in everywhere.split(max(1, ROWS // num_symbols)):
@@ -173,7 +173,7 @@ def compare(
     ``entries`` or ``lengths`` allow it is from the state given.
     """
     num_symbols, found = len(network.symbols.middle), []
-    for rows in torch.arange(len(places) * num_symbols).to(places).split(ROWS):
+    for rows in torch.arange(len(places) * num_symbols, device=places.device).split(ROWS):
         at, symbol = places[rows // num_symbols], rows % num_symbols
         state, _ = network(symbol, at, past)
         margin, error = (state - own[at]).single().norm_at_least()

@@ -29,3 +29,4 @@ def test_fine_rounding_costs_nothing_and_under_heavy_noise_nothing_proven_is_wro
     worst = damage.measure(case("noise", 30), torch.device("cpu"))
     assert worst.search < 1
     assert worst.wrong == worst.proven == 0
+    assert (clean.beyond_radius, worst.beyond_radius) == (0, 1)
