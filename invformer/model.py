@@ -210,6 +210,8 @@ class TrainedModel:
     ) -> None:
         """Write the model to a new or empty folder that :func:`load` opens, with a model card.
 
+        What a killed export has left is overwritten.
+
         Args:
             folder: to write.
             name: what the card says that the model is called; None for the folder's name.

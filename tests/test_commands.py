@@ -350,6 +350,23 @@ def test_an_export_overwrites_nothing(typed: Typed, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_an_export_killed_anywhere_is_no_model_and_the_same_export_completes_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, write = invformer.load(run), Path.write_bytes
+    for count in range(6):
+        left = [write] * count
+        monkeypatch.setattr(Path, "write_bytes", lambda *args, left=left: left.pop()(*args))
+        with pytest.raises(IndexError):  # nothing handles it, as nothing handles kill -9
+            model.export(tmp_path)
+        with pytest.raises(CheckpointError):
+            invformer.load(tmp_path)
+    monkeypatch.undo()
+    model.export(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 6
+    assert invformer.load(tmp_path).certificate == model.certificate
+
+
 # --- the model as imported -----------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from invformer.nn.quantised import packed, quantised, unpacked
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint, checked_metadata
 from invformer.runs.contained import one_line
+from invformer.runs.files import PARTIAL
 
 if TYPE_CHECKING:
     from invformer.model import TrainedModel
@@ -91,14 +92,16 @@ def write_export(folder: Path, model: "TrainedModel", name: str | None, bits: in
         CERTIFICATE: as_json(proven),
     }
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    files[MANIFEST] = as_json({"format": FORMAT, "sha256": hashes})
     files[CARD] = model_card(model, training, proven, name or folder.name).encode()
+    manifest = folder / f"{PARTIAL}{MANIFEST}"  # its name until all other files are written
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if any(folder.iterdir()) and not manifest.exists():
             raise StorageError(f"{folder} is not empty; name a new folder")
+        manifest.write_bytes(as_json({"format": FORMAT, "sha256": hashes}))
         for name, content in files.items():
             (folder / name).write_bytes(content)
+        manifest.rename(folder / MANIFEST)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written ({error.strerror})") from error
 
