@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from invformer.errors import ConfigurationError, InvformerError, RankLost
+from invformer.errors import InvformerError, RankLost
 from invformer.runs.console import printable
-from invformer.runs.ranks import REPORTS, hear_to_stop, is_rank, launcher_value
+from invformer.runs.ranks import REPORTS, hear_to_stop, is_rank
 
 # In the RuntimeErrors of allocators: PyTorch's, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (
@@ -69,17 +69,35 @@ def explained(error: Exception) -> tuple[str, int]:
 
 
 def report(message: str, exit_code: int) -> int:
-    """Print the line and return the code; a rank hands the line to its launcher.
+    """Print the line, unless another rank has, and return the code.
 
-    Under torchrun all ranks refuse the same configuration; the first of each machine says so.
+    A rank hands the line to our launcher if there is one.
     """
     line = printable(" ".join(message.split()))
     folder = os.environ.get(REPORTS)
     if folder is not None and is_rank():
         Path(folder, os.environ["RANK"]).write_text(json.dumps([exit_code, line]))
-    elif exit_code != ConfigurationError.exit_code or launcher_value("LOCAL_RANK", 0) == 0:
+    elif is_news(exit_code):
         print(f"error: {line}", file=sys.stderr)
     return exit_code
+
+
+def is_news(exit_code: int) -> bool:
+    """Whether no rank of the user's torchrun on this machine has printed an error of this code.
+
+    A rank that lost another one, or was told to stop, prints only if no rank has printed anything.
+    """
+    mine = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not mine:
+        return True
+    folder = Path(mine).parents[1]  # torchrun's own, of one start of all ranks
+    consequence = folder / f"said-{RankLost.exit_code}"
+    try:
+        (consequence if exit_code > 128 else folder / f"said-{exit_code}").touch(exist_ok=False)
+        consequence.touch()
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
+    return True
 
 
 def stop_on_signals() -> None:

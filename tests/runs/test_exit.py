@@ -96,14 +96,29 @@ def test_a_connection_error_outside_a_rank_is_no_lost_rank(
     assert capsys.readouterr().err == ""
 
 
-def test_ranks_of_torchrun_refuse_a_configuration_in_one_line_for_all(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-    for rank in range(3):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        assert guarded(raising(errors.ConfigurationError("x: no")), debug=False) == 2
-    assert capsys.readouterr().err == "error: x: no\n"
+NO, LOST, BUG = errors.DataError("x: no"), errors.RankLost("another is gone"), KeyError("x")
+TOLD = errors.Interrupted(15, 3, "x")
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ([NO, NO, NO], ["x: no"]),
+        ([LOST, LOST], ["another is gone"]),
+        ([TOLD, TOLD], ["interrupted"]),
+        ([NO, LOST, TOLD], ["x: no"]),
+        ([LOST, TOLD, NO, BUG], ["another is gone", "x: no", "a bug"]),  # each is only one rank's
+    ],
+)
+def test_ranks_of_torchrun_say_once_what_all_have_and_lose_nothing_that_one_has(
+    ends: list[Exception], says: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for rank, error in enumerate(ends):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        assert guarded(raising(error), debug=False) > 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith(f"error: {start}") for line, start in zip(lines, says, strict=True))
 
 
 @pytest.mark.parametrize("flags", [[], ["--debug"]])
