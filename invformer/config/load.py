@@ -156,7 +156,7 @@ def _parse_word(word: str, schema: type[Root]) -> list[Setting]:
     """``key=value`` or ``--key=value``; a run's folder is this run, whatever it was called."""
     key, equals, value = word.removeprefix("--").partition("=")
     if equals and key == "config" and "experiment" in schema.groups:
-        if value.endswith(YAML):
+        if value.endswith(YAML) and not os.path.isdir(os.path.expanduser(value)):
             return [Setting("experiment", value)]
         place = {"run.root": str(Path(value).parent), "run.name": Path(value).name}
         settings = [Setting(key, part, f"{value}: ") for key, part in place.items()]

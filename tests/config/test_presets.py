@@ -76,14 +76,15 @@ def test_an_experiment_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load("experiment=mine.yaml") == load(f"experiment={tmp_path}/mine.yaml") == config
 
 
-def test_a_runs_folder_names_the_run_that_is_in_it_now(tmp_path: Path) -> None:
-    (tmp_path / "moved").mkdir()
+@pytest.mark.parametrize("name", ["moved", "moved.yaml"])
+def test_a_runs_folder_names_the_run_that_is_in_it_now(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
     config = load("run.seed=4", "run.name=first")
-    write(tmp_path / "moved", config=to_yaml(config))
-    assert load(f"config={tmp_path}/moved/config.yaml") == config
-    place = f"run.root={tmp_path}", "run.name=moved"
-    assert load(f"config={tmp_path}/moved") == load("run.seed=4", *place)
-    assert load("run.name=other", f"config={tmp_path}/moved").run.name == "other"
+    write(tmp_path / name, config=to_yaml(config))
+    assert load(f"config={tmp_path}/{name}/config.yaml") == config
+    place = f"run.root={tmp_path}", f"run.name={name}"
+    assert load(f"config={tmp_path}/{name}") == load("run.seed=4", *place)
+    assert load("run.name=other", f"config={tmp_path}/{name}").run.name == "other"
 
 
 def test_text_keeps_its_letters_in_a_file_and_blank_is_null(experiments: Path) -> None:
