@@ -73,11 +73,12 @@ def _known(value: float) -> float:
 
 
 def upwards(bound: float, digits: int) -> str:
-    """A proven bound with some digits after the point, none of them rounded down."""
+    """A proven bound rounded up to some digits after the point, but at least three significant."""
     if not math.isfinite(bound):
         return str(bound)
     exactly = Context(prec=400, rounding=ROUND_CEILING)
-    return f"{Decimal(bound).quantize(Decimal(10) ** -digits, context=exactly):f}"
+    last = min(-digits, Decimal(bound).adjusted() - 2)
+    return f"{Decimal(bound).quantize(Decimal(10) ** last, context=exactly):f}"
 
 
 def shortened_down(length: float) -> str:
