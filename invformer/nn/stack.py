@@ -64,6 +64,8 @@ class InvertibleStack(nn.Module):
         kind: Kind = "global",
     ) -> None:
         super().__init__()
+        if not blocks:
+            raise ValueError("a stack has at least one block")
         self.blocks = nn.ModuleList(blocks)
         self.seq_len = seq_len
         self.norm: Norm = norm

@@ -279,3 +279,8 @@ def test_branches_without_parameters_are_certified_and_inverted(branch: Any) -> 
     assert certify(stack).bound_max == enforce(stack).bound_max == 0.5
     x = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(stack.inverse(stack(x)).value, x)
+
+
+def test_a_stack_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        InvertibleStack([], 4)
