@@ -11,8 +11,9 @@ from typing import Any
 
 from invformer.config.load import load_config
 from invformer.config.schema import ModelConfig
-from invformer.errors import InvformerError
+from invformer.errors import CheckpointError, InvformerError
 from invformer.runs.ranks import signals_to_stop
+from invformer.runs.run_directory import METRICS
 from invformer.runs.run_log import read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -67,5 +68,9 @@ def words_of(options: Any) -> list[str]:
 
 
 def validations(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run folder's validations."""
-    return [row for row in read_rows(run.expanduser() / "metrics.jsonl") if "val/nats" in row]
+    """The rows of a run folder's validations; raises CheckpointError if it is no run folder."""
+    try:
+        rows = read_rows(run.expanduser() / METRICS)
+    except OSError as error:
+        raise CheckpointError(f"{run}: no run folder ({METRICS}: {error.strerror})") from None
+    return [row for row in rows if "val/nats" in row]
