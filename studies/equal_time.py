@@ -107,8 +107,7 @@ def step_seconds(options: Options) -> dict[str, float]:
     """Median seconds of a training step of every kind; a folder keeps what was measured in it."""
     file = options.folder / "seconds.json"
     known: dict[str, float] = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    overrides = [shlex.quote(word) for word in options.overrides]
-    words = {kind: " ".join([KINDS[kind], *overrides]) for kind in options.kinds}
+    words = {kind: " ".join([KINDS[kind], *words_of(options)]) for kind in options.kinds}
     steps = {one: steps_of(shlex.split(one)) for one in sorted({*words.values()} - known.keys())}
     if steps:
         times: dict[str, list[float]] = {one: [] for one in steps}

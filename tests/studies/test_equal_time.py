@@ -59,6 +59,15 @@ def test_another_kind_is_timed_without_those_that_the_folder_knows(
     assert kept == known | {KINDS["certified"]: kept[KINDS["certified"]]}
 
 
+def test_times_of_another_number_of_threads_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equal_time, "steps_of", lambda words: lambda: None)
+    for threads in (None, 1, 2, 1):
+        cases(Options(kinds=["twin"], num_threads=threads, out=str(tmp_path)))
+    assert len(json.loads((tmp_path / "seconds.json").read_text())) == 3
+
+
 @pytest.mark.parametrize(("loss", "outcome"), [(1.26, "not reproduced"), (1.209, "reproduced")])
 def test_a_certified_model_stands_beside_the_best_other_one(loss: float, outcome: str) -> None:
     tuned = [row("nanogpt_tuned", 0.002, 1.1, 1.1), row("nanogpt_tuned", 0.004, 1.0, 1.2)]
