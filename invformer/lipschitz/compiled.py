@@ -5,19 +5,28 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from invformer.kernels import native
-from invformer.lipschitz.jacobians import STACKED, StackedBoundedAttention, stacked_class
+from invformer.lipschitz.jacobians import (
+    STACKED,
+    StackedBoundedAttention,
+    StackedL2Attention,
+    stacked_class,
+)
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration
-from invformer.nn.feed_forward import ACTIVATIONS
-from invformer.nn.position_bias import CausalMask, RelativePositionBias
-from invformer.nn.residual import InvertibleResidual, ResidualWeights
+from invformer.nn.coupling import CouplingBlock
+from invformer.nn.dot_product import DotProductAttention
+from invformer.nn.feed_forward import ACTIVATIONS, Activation, FeedForward
+from invformer.nn.kim_attention import L2Attention
+from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual, ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights
+from invformer.nn.transformer import PreNormBlock, PreNormBranch, PreNormStack
 
 # Of one branch, by the names of ``_Branch``: tensors of one format, without gaps.
 Fields = dict[str, Tensor | float]
@@ -26,14 +35,17 @@ MASKS = (CausalMask, RelativePositionBias)
 FORMATS = (torch.float32, torch.float64)
 # The compiled code has numbers for activations.
 ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
+BLOCKS = (InvertibleBlock, PreNormBlock, CouplingBlock)
+# What may follow the LayerNorm of a baseline.
+BASELINES = (DotProductAttention, L2Attention, FeedForward)
 # What a branch consists of, in the order of ``Branch`` in estimate.cpp, which explains it.
 TENSORS = (
-    *("w", "b", "v", "scale", "shift", "inverse", "log_scale", "norm_scale", "norm_shift"),
+    *("w", "b", "v", "c", "scale", "shift", "inverse", "log_scale", "norm_scale", "norm_shift"),
     *("biases", "temperatures", "left", "lengths", "estimate", "turn"),
 )
 NUMBERS = (
-    *("inner", "outer", "kernel", "activation", "heads", "bias_stride"),
-    *("strictly_causal", "at_once"),
+    *("w_row", "w_column", "v_row", "v_column", "inner", "outer", "kernel", "activation", "heads"),
+    *("bias_stride", "is_tied", "strictly_causal", "at_once", "reads", "writes"),
 )
 
 
@@ -43,7 +55,7 @@ class _Branch(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in TENSORS),
         *((name, ctypes.c_int64) for name in NUMBERS),
-        ("radius", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("radius", "epsilon")),
     ]
 
 
@@ -51,18 +63,26 @@ class _Call(ctypes.Structure):
     """Sizes and options of a call, for all branches."""
 
     _fields_ = [
-        *((n, ctypes.c_int64) for n in ("sequences", "tokens", "width", "branches", "steps")),
+        *((name, ctypes.c_int64) for name in ("sequences", "tokens", "width")),
+        *((name, ctypes.c_int64) for name in ("streams", "branches", "steps")),
         ("diagonal", ctypes.c_bool),
         ("entries", ctypes.c_bool),
         ("threads", ctypes.c_int),
     ]
 
 
-def can_take(branches: Sequence[Any], iterations: Sequence[PowerIteration]) -> bool:
-    """True if there is compiled code for these branches, and for these iterations on them."""
-    masks = [branch.position for branch in branches if hasattr(branch, "position")]
+def can_take(
+    blocks: Sequence[Any], branches: Sequence[Any], iterations: Sequence[PowerIteration]
+) -> bool:
+    """True if there is compiled code for these blocks, and for these iterations on their branches.
+
+    ``branches`` are the layers themselves in a baseline.
+    """
+    inner = [branch.inner if type(branch) is PreNormBranch else branch for branch in branches]
+    masks = [branch.position for branch in inner if hasattr(branch, "position")]
     return (
-        all(stacked_class(branch) in STACKED.values() for branch in branches)
+        all(type(block) in BLOCKS for block in blocks)
+        and all(type(f) in BASELINES or stacked_class(f) in STACKED.values() for f in inner)
         and all(type(mask) in MASKS for mask in masks)
         and all(
             each.norm != "frobenius"
@@ -76,9 +96,9 @@ def can_take(branches: Sequence[Any], iterations: Sequence[PowerIteration]) -> b
 
 
 def estimates(
-    stack: InvertibleStack,
-    weights: StackWeights,
-    x: Float[Tensor, "sequences tokens width"],
+    stack: InvertibleStack | PreNormStack,
+    weights: StackWeights | None,
+    x: Float[Tensor, "sequences tokens channels"],
     iterations: Sequence[PowerIteration],
     num_steps: int,
     diagonal: bool,
@@ -86,10 +106,11 @@ def estimates(
 ) -> Float[Tensor, "branches"]:
     """The largest gain of every branch after some steps; the iterations go on from there.
 
-    ``iterations`` are of the attentions and of the feed-forwards, x is the input of the first
-    branch. ``diagonal`` means only the diagonal blocks ∂f_i/∂x_i. It takes ``threads`` at most.
+    ``iterations`` are of the attentions and of the feed-forwards, x is the input of the stack. A
+    baseline has no ``weights``. ``diagonal`` means only the diagonal blocks ∂f_i/∂x_i. It takes
+    ``threads`` at most.
     """
-    branches = branches_of(stack, weights)
+    branches = of_baseline(stack) if weights is None else of_invertible(stack, weights)
     values = x.new_empty(len(branches))
     for first, iteration in enumerate(iterations):
         own = branches[first :: len(iterations)], values[first :: len(iterations)]
@@ -102,14 +123,16 @@ def estimates(
         for branch in branches
     ]
     entries = iterations[0].norm == "entry_max"
-    call = _Call(*x.shape, len(each), num_steps, diagonal, entries, min(threads, len(each)))
+    width = iterations[0].left.shape[-1]
+    sizes = *x.shape[:-1], width, x.shape[-1] // width, len(each)
+    call = _Call(*sizes, num_steps, diagonal, entries, min(threads, len(each)))
     native.call("advance", x.dtype, (_Branch * len(each))(*each), native.pointer(x), call)
     for iteration in iterations:
         iteration.turn_by(num_steps)
     return values
 
 
-def branches_of(stack: InvertibleStack, weights: StackWeights) -> list[Fields]:
+def of_invertible(stack: Any, weights: StackWeights) -> list[Fields]:
     """Every residual layer, with the ActivationNorm that follows it."""
     found: list[Fields] = []
     for name, layer in stack.layers():
@@ -126,21 +149,64 @@ def fields_of(layer: InvertibleResidual, weights: ResidualWeights) -> Fields:
     branch: Any = layer.branch
     stacked: Any = stacked_class(branch)
     w, v, *biases = stacked.maps(weights.branch)
-    own: Fields = {"w": w.contiguous(), "v": v.contiguous(), "inner": w.shape[-1], "outer": len(v)}
-    own["radius"] = layer.input_radius or 0.0
+    own: Fields = maps(w, v) | {"radius": layer.input_radius or 0.0}
     if weights.centre is not None and layer.scaling is not None:  # D is folded in
         own |= {"shift": weights.centre, "log_scale": layer.scaling.log_scale}
     elif weights.scaling is not None:
         scaling = weights.scaling
         own |= {"scale": scaling.scale, "inverse": scaling.inverse, "shift": scaling.shift}
     if biases:
-        kernel, activation = weights.branch.kernel, ACTIVATION_NUMBERS[branch.activation]
-        return own | {"b": biases[0], "kernel": kernel, "activation": activation}
-    own |= {"heads": len(weights.branch.g), "kernel": 1}
-    if isinstance(branch.position, RelativePositionBias):
-        table = branch.position.table
-        own |= {"biases": table, "bias_stride": table.stride(0) if len(table) > 1 else 0}
+        return own | hidden_units(branch.activation, biases[0], weights.branch.kernel)
+    own |= heads(len(weights.branch.g), branch.position)
     if stacked is StackedBoundedAttention:
-        own["temperatures"] = weights.branch.temperature
-        own["strictly_causal"] = branch.strictly_causal
+        temperatures = weights.branch.temperature
+        return own | {"temperatures": temperatures, "strictly_causal": branch.strictly_causal}
+    return own | {"is_tied": True}
+
+
+def of_baseline(stack: Any) -> list[Fields]:
+    """Both branches of every block: LayerNorm, maps, and what is between the maps."""
+    found: list[Fields] = []
+    attentions = [block.attention.inner for block in stack.blocks]
+    tied = isinstance(attentions[0], L2Attention)
+    weights = L2Attention.weights_of(attentions) if tied else attentions
+    for block, of_attention in zip(stack.blocks, weights, strict=True):
+        for layer in (block.attention, block.feed_forward):
+            inner, norm = layer.inner, layer.norm
+            own: Fields = {"scale": norm.weight, "shift": norm.bias, "epsilon": norm.eps}
+            if isinstance(inner, FeedForward):
+                first, last = cast(nn.Linear, inner[0]), cast(nn.Linear, inner[2])
+                own |= maps(first.weight.T, last.weight.T) | {"c": last.bias}
+                own |= hidden_units(inner.activation, first.bias, inner.kernel)
+            elif tied:
+                own |= maps(*StackedL2Attention.maps(of_attention)) | {"is_tied": True}
+                own |= heads(len(of_attention.g), inner.position)
+            else:
+                own |= maps(inner.qkv.weight.T, inner.out.weight.T)
+                own |= heads(inner.num_heads, inner.position)
+            if isinstance(block, CouplingBlock):  # attention adds to the first stream
+                other = "reads" if layer is block.attention else "writes"
+                own[other] = len(norm.weight)
+            found.append(own)
+    return found
+
+
+def maps(w: Tensor, v: Tensor) -> Fields:
+    """W and V, as they lie in memory."""
+    own: Fields = {"w": w, "v": v, "inner": w.shape[-1], "outer": len(v)}
+    own |= {"w_row": w.stride(0), "w_column": w.stride(1)}
+    return own | {"v_row": v.stride(0), "v_column": v.stride(1)}
+
+
+def hidden_units(activation: Activation, b: Tensor, kernel: int) -> Fields:
+    """What a feed-forward computes between its maps."""
+    return {"b": b, "activation": ACTIVATION_NUMBERS[activation], "kernel": kernel}
+
+
+def heads(count: int, position: VisibilityMask) -> Fields:
+    """What the heads of an attention see of positions."""
+    own: Fields = {"heads": count, "kernel": 1}
+    if isinstance(position, RelativePositionBias):
+        table = position.table
+        own |= {"biases": table, "bias_stride": table.stride(0) if len(table) > 1 else 0}
     return own

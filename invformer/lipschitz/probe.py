@@ -101,7 +101,7 @@ class LipschitzProbe:
         self.branches = [branch for part in self.parts for branch in part.branches]
         self.target = max(getattr(branch, "lipschitz_target", math.inf) for branch in self.branches)
         self.iterations = [part.iteration for part in self.parts]
-        self.is_compiled = compiled.can_take(self.branches, self.iterations)
+        self.is_compiled = compiled.can_take(blocks, self.branches, self.iterations)
         self.has_started = False
         # Recorded twice: with weights that are given, and with those that it computes.
         self.replayed = {given: Replayed(self.by_torch) for given in (True, False) if replays}
@@ -138,12 +138,12 @@ class LipschitzProbe:
         The first one takes ``FIRST_STEPS``. ``weights`` are those of a training step.
         """
         num_steps, self.has_started = 1 if self.has_started else FIRST_STEPS, True
-        is_short, stack = self.tokens.numel() <= SHORT, self.model.stack
-        if self.is_compiled and isinstance(stack, InvertibleStack):
-            weights = weights or stack.weights()
+        is_short = self.tokens.numel() <= SHORT
+        if self.is_compiled:
+            weights = weights or self.model.weights()
             x, diagonal = self.model.embedding(self.tokens), self.measured == "diagonal_block"
             how = self.iterations, num_steps, diagonal, 1 if is_short else torch.get_num_threads()
-            values = compiled.estimates(stack, weights, x, *how)
+            values = compiled.estimates(self.model.stack, weights, x, *how)
             return values.mul_(rounding_factor(values))
         if self.replayed and num_steps == 1:
             return self.replayed[weights is not None](weights)

@@ -1,6 +1,7 @@
 """The L2 attentions of Kim et al. 2021: unscaled (a baseline), and contractive as published."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from invformer.kernels.attention import Kernel
 from invformer.nn.attention import L2Weights, TiedL2Attention, head_width, in_one_matrix
 from invformer.nn.position_bias import VisibilityMask
+from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import SpectralNormalised, max_row_sum
 from invformer.numerics.lambert_w import phi_inverse_from_log
 from invformer.numerics.precision import without_autocast
@@ -38,9 +40,14 @@ class L2Attention(TiedL2Attention):
         self.w_v = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
         self.w_o = nn.Parameter(torch.randn(num_heads, d_head, d_model) / math.sqrt(d_model))
 
-    def weights(self) -> L2Weights:
-        """W^Q, and G_h = W^Q_hᵀ W^V_h W^O_h / √d."""
-        return L2Weights(in_one_matrix(self.w_q), paper_output_map(self.w_q, self.w_v, self.w_o))
+    @staticmethod
+    def weights_of(
+        branches: Sequence["L2Attention"], scalings: ScalingWeights | None = None
+    ) -> list[L2Weights]:
+        """W^Q, and G_h = W^Q_hᵀ W^V_h W^O_h / √d, of each."""
+        of_each = ((b.w_q, b.w_v, b.w_o) for b in branches)
+        w_q, w_v, w_o = map(torch.stack, zip(*of_each, strict=True))
+        return list(map(L2Weights, in_one_matrix(w_q), paper_output_map(w_q, w_v, w_o)))
 
 
 class PaperContractiveL2Attention(TiedL2Attention):

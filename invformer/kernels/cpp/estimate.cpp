@@ -2,7 +2,9 @@
 // iteration each (lipschitz/power_iteration.py):
 //
 //     x ← x + D⁻¹ f(u) of one layer after the other, and f(u) = Vᵀ h(Wᵀu + b), u = ψ_R(D x + b)
+//     x ← x + f(x) in a baseline, where f(x) = Vᵀ h(Wᵀu + b) + c, u = LN(x)
 //     w = J_iᵀ g,  v_j = w_j/‖w_j‖,  o = J_i v,  g ← o/‖o‖,  ‖o‖ the estimate,  J_i = ∂f_i/∂u
+//     (∂f_i/∂x in a baseline)
 //
 // for K tokens i with left vectors g; in entry_max v = sign w, and of o only the largest entry
 // counts. h is attention (attention.cpp has the equations) or an activation. Matrices are channels
@@ -17,21 +19,28 @@ namespace {
 // A residual layer; a pointer to what it does not have is null.
 template <typename T>
 struct Branch {
-  const T *w, *b, *v;                 // (kernel · width, inner), (inner), (outer, width)
-  const T *scale, *shift, *inverse;   // of D x + b and D⁻¹
+  const T *w, *b, *v, *c;             // (kernel · width, inner), (inner), (outer, width), (width)
+  const T *scale, *shift, *inverse;   // of D x + b, or of LN, and D⁻¹
   const T* log_scale;                 // of a D that is folded into W and V
   const T *norm_scale, *norm_shift;   // of an ActivationNorm that follows
-  const T *biases, *temperatures;     // of each head: at lags from one on; in a ball
+  const T *biases, *temperatures;     // of each head: at lags from one on; where it is in a ball
   T *left, *lengths, *estimate;       // (sequences, tokens, width), (sequences, tokens), one number
   int64_t* turn;
-  int64_t inner, outer, kernel, activation, heads, bias_stride, strictly_causal, at_once;
-  double radius;  // zero is none
+  int64_t w_row, w_column, v_row, v_column;  // distances in memory
+  int64_t inner, outer, kernel, activation, heads, bias_stride, is_tied, strictly_causal, at_once;
+  int64_t reads, writes;   // the first channel of the stream that it reads, and that it adds to
+  double radius, epsilon;  // of ψ_R and LN; zero is none
 
   int64_t head_channels() const { return outer / heads; }
+  Matrix<const T> in() const { return {w, w_row, w_column}; }
+  Matrix<const T> out() const { return {v, v_row, v_column}; }
+  T logit_scale(int64_t head) const {
+    return temperatures ? temperatures[head] : (is_tied ? -1 : 1) / std::sqrt(T(head_channels()));
+  }
 };
 
 struct Call {
-  int64_t sequences, tokens, width, branches, steps;
+  int64_t sequences, tokens, width, streams, branches, steps;  // width of a stream
   bool diagonal, entries;
   int threads;
 };
@@ -51,8 +60,8 @@ int64_t odd_vectors(int64_t columns) {
 // Where a branch is linearised.
 template <typename T>
 struct Point {
-  Matrix<T> u, z;  // after ψ_R, if there is a radius; after W: q, or q, k and v in the ball, or φ′
-  T *u_rho, *rho;  // of u; of q, k and v of every head
+  Matrix<T> u, z;  // after ψ_R or before γ of LN; after W: q, or q, k and v, or φ′
+  T *u_rho, *rho;  // of u; of q, k and v of every head, in the ball
   T* biases;       // of every head, the largest lag first
 };
 
@@ -63,18 +72,18 @@ int64_t softmax(const Branch<T>& f, const Point<T>& at, int64_t tokens, int64_t 
                 T* p) {
   const int64_t d = f.head_channels(), keys = i + 1 - f.strictly_causal;
   const int64_t end = round_up(keys, LANES<T>);
-  const Matrix<T> q = at.z.from(head * d), k = f.temperatures ? q.from(f.outer) : q;
-  const T factor = f.temperatures ? f.temperatures[head] : -1 / std::sqrt(T(d));
+  const Matrix<T> q = at.z.from(head * d), k = f.is_tied ? q : q.from(f.outer);
+  const T factor = f.logit_scale(head);
   const T* const biases = at.biases + head * q.row + tokens;  // of lag l at −1 − l
   constexpr T INFINITE = std::numeric_limits<T>::infinity();
   std::fill_n(p, end, T(0));
   for (int64_t c = 0; c < d; ++c) {
     const T q_i = *q.at(c, i);
     const T* const k_c = k.at(c);
-    if (f.temperatures)
-      for (int64_t j = 0; j < keys; ++j) p[j] += q_i * k_c[j];
-    else
+    if (f.is_tied)
       for (int64_t j = 0; j < keys; ++j) p[j] += (q_i - k_c[j]) * (q_i - k_c[j]);
+    else
+      for (int64_t j = 0; j < keys; ++j) p[j] += q_i * k_c[j];
   }
   for (int64_t j = 0; j < keys; ++j) p[j] = factor * p[j] + biases[j - keys];
   std::fill(p + keys, p + end, -INFINITE);
@@ -109,10 +118,15 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
              const Call& call, const Rooms<T>& rooms) {
   const int64_t tokens = call.tokens, width = call.width, row = x.row;
   const int64_t columns = round_up(tokens, LANES<T>);
+  const Matrix<T> seen = f.epsilon > 0 ? at.u : x.from(f.reads), to = x.from(f.writes);
+  if (f.epsilon > 0) {
+    std::copy_n(x.at(f.reads), width * row, seen.data);
+    standardise(seen, at.u_rho, width, tokens, T(f.epsilon));
+  }
   std::fill_n(u.data, f.kernel * width * row, T(0));
   for (int64_t c = 0; c < width; ++c)
     for (int64_t j = 0; j < tokens; ++j)
-      *u.at(c, j) = *x.at(c, j) * (f.scale ? f.scale[c] : 1) + (f.shift ? f.shift[c] : 0);
+      *u.at(c, j) = *seen.at(c, j) * (f.scale ? f.scale[c] : 1) + (f.shift ? f.shift[c] : 0);
   if (f.radius > 0) {
     into_ball(u, at.u_rho, width, tokens, T(f.radius));
     std::copy_n(u.data, width * row, at.u.data);
@@ -121,7 +135,7 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
     for (int64_t c = 0; c < width; ++c)
       std::copy_n(u.at(c), tokens - lag, u.at(lag * width + c, lag));
   by_rows(f.inner, call.threads, [&](int64_t first, int64_t count) {
-    multiply<T>(at.z.from(first), {f.w + first, 1, f.inner}, {u.data, row}, count,
+    multiply<T>(at.z.from(first), f.in().transposed().from(first), {u.data, row}, count,
                 f.kernel * width, columns, false);
     for (int64_t c = first; c < first + count; ++c)
       for (int64_t j = 0; j < columns; j += LANES<T>) {
@@ -150,13 +164,13 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
     multiply<T>(y.from(h * d), {v.data, row}, {transposed.data, row}, d, tokens, columns, false);
   }
   by_rows(width, call.threads, [&](int64_t first, int64_t count) {
-    multiply<T>(u.from(first), {f.v + first, 1, width}, {y.data, row}, count, f.outer, columns,
-                false);
+    multiply<T>(u.from(first), f.out().transposed().from(first), {y.data, row}, count, f.outer,
+                columns, false);
     for (int64_t c = first; c < first + count; ++c)
       for (int64_t j = 0; j < tokens; ++j) {
-        T& to = *x.at(c, j);
-        to += *u.at(c, j) * (f.inverse ? f.inverse[c] : 1);
-        if (f.norm_scale) to = to * f.norm_scale[c] + f.norm_shift[c];
+        T& sum = *to.at(c, j);
+        sum += (*u.at(c, j) + (f.c ? f.c[c] : 0)) * (f.inverse ? f.inverse[c] : 1);
+        if (f.norm_scale) sum = sum * f.norm_scale[c] + f.norm_shift[c];
       }
   });
 }
@@ -211,28 +225,37 @@ struct ChosenRows {
     }
   }
 
-  // By the derivative of ψ_R, which is symmetric.
-  void through_radius(Matrix<T> m, int64_t lag) const {
-    for (int64_t r = 0; f.radius > 0 && r < K; ++r) {
+  // By the derivative of ψ_R, or of LN without its γ; both are symmetric.
+  void through_input(Matrix<T> m, int64_t lag) const {
+    const bool has_norm = f.epsilon > 0;
+    const T radius = has_norm ? std::sqrt(T(width)) : T(f.radius);
+    for (int64_t r = 0; radius > 0 && r < K; ++r) {
       const int64_t token = f.heads ? 0 : chosen[r] - lag, count = f.heads ? chosen[r] + 1 : 1;
-      if (token >= 0)
-        ball_derivative<T>({m.at(0, first[r]), wide}, {at.u.at(0, token), row}, at.u_rho + token,
-                           width, count, T(f.radius), s);
+      const Matrix<T> dx{m.at(0, first[r]), wide};
+      if (token < 0) continue;
+      if (has_norm) centre(dx, width, count, s);
+      ball_derivative<T>(dx, {at.u.at(0, token), row}, at.u_rho + token, width, count, radius, s);
     }
+  }
+
+  // Channels times γ of LN.
+  void by_gain(Matrix<T> m) const {
+    for (int64_t c = 0; f.epsilon > 0 && c < width; ++c)
+      for (int64_t j = 0; j < wide; ++j) *m.at(c, j) *= f.scale[c];
   }
 
   Head<T> head_of(int64_t r, int64_t h) const {
     const int64_t d = f.head_channels(), keys = chosen[r] + 1 - f.strictly_causal;
-    const Matrix<const T> q{at.z.at(h * d), row}, k = f.temperatures ? q.from(f.outer) : q;
-    const T tau = f.temperatures ? f.temperatures[h] : -2 / std::sqrt(T(d));
+    const Matrix<const T> q{at.z.at(h * d), row}, k = f.is_tied ? q : q.from(f.outer);
+    const T tau = f.logit_scale(h) * (f.is_tied ? 2 : 1);
     return {p + (r * f.heads + h) * row, at.rho + h * row, tau, chosen[r], keys, d, f.outer, row,
-            q, k, f.temperatures ? k.from(f.outer) : q, f.temperatures != nullptr};
+            q, k, f.is_tied ? q : k.from(f.outer), f.is_tied != 0};
   }
 
   // x = Jᵀ g.
   void pull() {
     scale(g, K, 1);
-    multiply<T>(a, {f.v, width, 1}, {g.data, stride}, f.outer, width, stride, false);
+    multiply<T>(a, f.out(), {g.data, stride}, f.outer, width, stride, false);
     std::fill_n(z.data, f.inner * wide, T(0));
     for (int64_t r = 0; r < K; ++r) {
       for (int64_t h = 0; h < f.heads; ++h) {
@@ -240,15 +263,17 @@ struct ChosenRows {
         const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
         softmax<T>(f, at, call.tokens, h, chosen[r], p + (r * f.heads + h) * row);
         head.pull(dz, a.at(h * head.channels, r), stride, s);
-        if (head.in_ball) head.derive(dz, s);
+        if (f.temperatures) head.derive(dz, s);
       }
       for (int64_t c = 0; !f.heads && c < f.inner; ++c)
         *z.at(c, r) = *a.at(c, r) * *at.z.at(c, chosen[r]);
     }
-    multiply<T>(x, {f.w, f.inner, 1}, {z.data, wide}, lags * width, f.inner, wide, false);
+    multiply<T>(x, f.in(), {z.data, wide}, lags * width, f.inner, wide, false);
     for (int64_t lag = 0; lag < lags; ++lag) {
-      scale(x.from(lag * width), wide, -1);
-      through_radius(x.from(lag * width), lag);
+      const Matrix<T> dx = x.from(lag * width);
+      scale(dx, wide, -1);
+      by_gain(dx);
+      through_input(dx, lag);
     }
   }
 
@@ -276,21 +301,23 @@ struct ChosenRows {
   // g = J x, with the P of the pull before.
   void push() {
     for (int64_t lag = 0; lag < lags; ++lag) {
-      through_radius(x.from(lag * width), lag);
-      scale(x.from(lag * width), wide, -1);
+      const Matrix<T> dx = x.from(lag * width);
+      through_input(dx, lag);
+      by_gain(dx);
+      scale(dx, wide, -1);
     }
-    multiply<T>(z, {f.w, 1, f.inner}, {x.data, wide}, f.inner, lags * width, wide, false);
+    multiply<T>(z, f.in().transposed(), {x.data, wide}, f.inner, lags * width, wide, false);
     for (int64_t r = 0; r < K; ++r) {
       for (int64_t h = 0; h < f.heads; ++h) {
         const Head<T> head = head_of(r, h);
         const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
-        if (head.in_ball) head.derive(dz, s);
+        if (f.temperatures) head.derive(dz, s);
         head.push(a.at(h * head.channels, r), stride, {dz.data, wide}, s);
       }
       for (int64_t c = 0; !f.heads && c < f.inner; ++c)
         *a.at(c, r) = *z.at(c, r) * *at.z.at(c, chosen[r]);
     }
-    multiply<T>(g, {f.v, 1, width}, {a.data, stride}, width, f.outer, stride, false);
+    multiply<T>(g, f.out().transposed(), {a.data, stride}, width, f.outer, stride, false);
     scale(g, K, 1);
   }
 };
@@ -326,10 +353,11 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
   return largest;
 }
 
-// All branches, sequence by sequence: x (sequences, tokens, width) enters the first layer.
+// All branches, sequence by sequence: x (sequences, tokens, streams · width) enters the first layer.
 template <typename T>
 void advance(const Branch<T>* branches, const T* x, const Call& call) {
   const int64_t tokens = call.tokens, width = call.width, row = odd_vectors<T>(tokens);
+  const int64_t channels = call.streams * width;
   int64_t inner = 0, outer = 0, rows = 0, heads = 0, kernel = 1;
   for (int64_t i = 0; i < call.branches; ++i) {
     inner = std::max(inner, branches[i].inner);
@@ -342,11 +370,11 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
   const int64_t of_point = (inner + width + 1 + 4 * heads) * row;
   const int64_t of_step = (width + outer) * stride + (inner + kernel * width + 2) * wide +
                           (rows * heads + 1) * row + 4 * rows + 8 * 16 + 64;
-  const int64_t of_head = (tokens + 1) * row, of_layer = (width + kernel * width + outer) * row;
+  const int64_t of_head = (tokens + 1) * row, of_layer = (channels + kernel * width + outer) * row;
   const Rooms<T> points(1, call.branches * of_point + of_layer);
   const Rooms<T> rooms(call.threads, std::max(of_step, of_head) + 16 * LANES<T>);
   Room<T> all{points.data};
-  const Matrix<T> state{all.take(width * row), row}, u{all.take(kernel * width * row), row};
+  const Matrix<T> state{all.take(channels * row), row}, u{all.take(kernel * width * row), row};
   const Matrix<T> y{all.take(outer * row), row};
   auto point = [&](int64_t i) {
     Room<T> own{all.next + i * of_point};
@@ -355,9 +383,10 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
   };
   for (int64_t i = 0; i < call.branches; ++i) *branches[i].estimate = 0;
   for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
-    std::fill_n(state.data, width * row, T(0));
+    std::fill_n(state.data, channels * row, T(0));
     for (int64_t j = 0; j < tokens; ++j)
-      for (int64_t c = 0; c < width; ++c) *state.at(c, j) = x[(sequence * tokens + j) * width + c];
+      for (int64_t c = 0; c < channels; ++c)
+        *state.at(c, j) = x[(sequence * tokens + j) * channels + c];
     for (int64_t i = 0; i < call.branches; ++i)
       forward<T>(branches[i], state, u, y, point(i), call, rooms);
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)

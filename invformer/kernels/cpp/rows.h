@@ -32,6 +32,30 @@ void ball_derivative(Matrix<T> dz, Matrix<const T> u, const T* rho, int64_t chan
       *dz.at(c, j) = rho[j] * (*dz.at(c, j) - along[j] * *u.at(c, j));
 }
 
+// Every column less its mean; ``mean`` is room for one row.
+template <typename T>
+void centre(Matrix<T> x, int64_t channels, int64_t columns, T* mean) {
+  std::fill_n(mean, columns, T(0));
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t j = 0; j < columns; ++j) mean[j] += *x.at(c, j);
+  for (int64_t j = 0; j < columns; ++j) mean[j] /= channels;
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t j = 0; j < columns; ++j) *x.at(c, j) -= mean[j];
+}
+
+// x ← x̂ = ρ (x − mean), ρ = 1/√(variance + ε), of every column. Its derivative is that of ψ in a
+// ball of radius √channels, of a column less its mean.
+template <typename T>
+void standardise(Matrix<T> x, T* rho, int64_t channels, int64_t columns, T epsilon) {
+  centre(x, channels, columns, rho);
+  std::fill_n(rho, columns, T(0));
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t j = 0; j < columns; ++j) rho[j] += *x.at(c, j) * *x.at(c, j);
+  for (int64_t j = 0; j < columns; ++j) rho[j] = 1 / std::sqrt(rho[j] / channels + epsilon);
+  for (int64_t c = 0; c < channels; ++c)
+    for (int64_t j = 0; j < columns; ++j) *x.at(c, j) *= rho[j];
+}
+
 // φ(h) and φ′(h) of a vector.
 template <typename T>
 std::pair<Vector<T>, Vector<T>> activate(int64_t kind, Vector<T> h) {
@@ -79,7 +103,7 @@ struct Head {
   T tau;
   int64_t token, keys, channels, outer, row;
   Matrix<const T> q, k, v;
-  bool in_ball;
+  bool is_tied;  // queries are keys and values
 
   // The derivative of ψ at q_i, k and v, of columns from token 0 on.
   void derive(Matrix<T> dz, T* along) const {
@@ -97,28 +121,28 @@ struct Head {
     for (int64_t c = 0; c < channels; ++c) {
       const T a_c = a[c * stride], q_i = *q.at(c, i);
       const T* const v_c = v.at(c);
-      if (in_ball)
-        for (int64_t j = 0; j < keys; ++j) s[j] += a_c * v_c[j];
-      else
+      if (is_tied)
         for (int64_t j = 0; j < keys; ++j) s[j] += a_c * (q_i - v_c[j]);
+      else
+        for (int64_t j = 0; j < keys; ++j) s[j] += a_c * v_c[j];
     }
     of_softmax(s, p, tau, keys);
     for (int64_t c = 0; c < channels; ++c) {
       const T a_c = a[c * stride], q_i = *q.at(c, i);
-      T *const dq = dz.at(c), *const dk = dz.at(in_ball ? outer + c : c);
-      if (in_ball) {
-        T* const dv = dz.at(2 * outer + c);
-        dq[i] = dot(s, k.at(c), keys);
-        for (int64_t j = 0; j < keys; ++j) {
-          dk[j] = s[j] * q_i;
-          dv[j] = p[j] * a_c;
-        }
-      } else {
+      T* const dq = dz.at(c);
+      if (is_tied) {
         T own = 0;
 #pragma omp simd reduction(+ : own)
         for (int64_t j = 0; j < keys; ++j) own += s[j] * (q_i - k.at(c)[j]);
         for (int64_t j = 0; j < keys; ++j) dq[j] = s[j] * (q_i - k.at(c)[j]) + p[j] * a_c;
         dq[i] -= own;
+      } else {
+        T *const dk = dz.at(outer + c), *const dv = dz.at(2 * outer + c);
+        dq[i] = dot(s, k.at(c), keys);
+        for (int64_t j = 0; j < keys; ++j) {
+          dk[j] = s[j] * q_i;
+          dv[j] = p[j] * a_c;
+        }
       }
     }
   }
@@ -129,17 +153,17 @@ struct Head {
     std::fill_n(s, keys, T(0));
     for (int64_t c = 0; c < channels; ++c) {
       const T *const dq = dz.at(c), *const k_c = k.at(c), q_i = *q.at(c, i), dq_i = dq[i];
-      if (in_ball) {
+      if (is_tied) {
+        for (int64_t j = 0; j < keys; ++j) s[j] += (dq[j] - dq_i) * (q_i - k_c[j]);
+      } else {
         const T* const dk = dz.at(outer + c);
         for (int64_t j = 0; j < keys; ++j) s[j] += dq_i * k_c[j] + q_i * dk[j];
-      } else {
-        for (int64_t j = 0; j < keys; ++j) s[j] += (dq[j] - dq_i) * (q_i - k_c[j]);
       }
     }
     of_softmax(s, p, tau, keys);
     for (int64_t c = 0; c < channels; ++c) {
-      const T *const dv = dz.at(in_ball ? 2 * outer + c : c), *const v_c = v.at(c);
-      const T origin = in_ball ? 0 : *q.at(c, i), sign = in_ball ? 1 : -1;
+      const T *const dv = dz.at(is_tied ? c : 2 * outer + c), *const v_c = v.at(c);
+      const T origin = is_tied ? *q.at(c, i) : 0, sign = is_tied ? -1 : 1;
       T total = 0;
 #pragma omp simd reduction(+ : total)
       for (int64_t j = 0; j < keys; ++j) total += p[j] * dv[j] + s[j] * (origin + sign * v_c[j]);
