@@ -146,7 +146,7 @@ def evidence_of(
             tokens = tokens.index_copy(0, places, best)
             own, past = network(tokens, everywhere, None)
             compared = compare(network, past, own, states, entries, lengths, places)
-        margin, error, excess = compared
+        margin, error, excess, _ = compared
         is_own = tokens[places, None] == symbols
         margin = margin.masked_fill(is_own, math.inf)
         if not network.accurate and not bool((ENOUGH * error <= margin).all()):
@@ -166,11 +166,11 @@ def compare(
     entries: Float[Tensor, "tokens width"],
     lengths: Float[Tensor, "tokens"],
     places: Integer[Tensor, "places"],
-) -> Float[Tensor, "3 places symbols"]:
+) -> Float[Tensor, "4 places symbols"]:
     """Every symbol at some places: its state beside that of the text, and beside that given.
 
-    A lower bound on the first distance, the error in it, and a lower bound on how much farther than
-    ``entries`` or ``lengths`` allow it is from the state given.
+    A lower bound on the first distance, the error in it, a lower bound on how much farther than
+    ``entries`` or ``lengths`` allow it is from the state given, and how much it is by midpoints.
     """
     num_symbols, found = len(network.symbols.middle), []
     for rows in torch.arange(len(places) * num_symbols, device=places.device).split(ROWS):
@@ -178,7 +178,11 @@ def compare(
         state, _ = network(symbol, at, past)
         margin, error = (state - own[at]).single().norm_at_least()
         off = (state - constant(states[at])).single()
-        of_entries = (off.at_least() - entries[at]).amax(-1)
-        excess = torch.maximum(of_entries, off.norm_at_least()[0] - lengths[at])
-        found.append(torch.stack([margin, error, excess]))
+        excess = [
+            torch.maximum(
+                (each.at_least() - entries[at]).amax(-1), each.norm_at_least()[0] - lengths[at]
+            )
+            for each in (off, off.exact())
+        ]
+        found.append(torch.stack([margin, error, *excess]))
     return torch.cat(found, -1).unflatten(-1, (-1, num_symbols))

@@ -38,6 +38,7 @@ from tests.nn.builders import (
     VOCAB,
     contractive_model,
     model_of_the_past,
+    preset_model,
     random_tokens,
     small_model,
     trained_a_little,
@@ -323,6 +324,17 @@ def test_a_text_is_found_from_its_rounded_states_alone(model: CharTransformer) -
     found = prefix_margins(model, nothing, states, fit=True, entries_within=entries_within)
     assert torch.equal(found.tokens, tokens)
     assert found.proven.all()
+
+
+@torch.no_grad()
+def test_a_text_is_found_where_rounding_is_bounded_too_loosely_to_prove_anything() -> None:
+    model = preset_model("dot_product", 10).double().eval()
+    tokens = random_tokens(1)
+    states = model.stack(model.embedding(tokens))
+    for start in (tokens, torch.zeros_like(tokens)):
+        found = prefix_margins(model, start, states, fit=True)
+        assert torch.equal(found.tokens, tokens)
+        assert not found.proven.any()
 
 
 @pytest.mark.parametrize(("kind", "size"), [
