@@ -4,6 +4,7 @@ Heavy imports stand inside the functions: a mistyped command line is answered be
 """
 
 import glob
+import math
 import os
 import sys
 import time
@@ -195,8 +196,10 @@ def invert(config: InvertConfig) -> None:
     if found.radius > 0:
         radius = shortened_down(found.radius)
         print(f"any other symbols have a state farther than {radius} from the given one")
-    print(f"error {found.residual:.2g} at the embedding{solver}")
-    print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
+    if not math.isnan(found.residual):
+        print(f"error {found.residual:.2g} at the embedding{solver}")
+    steps = f"at most {found.num_steps} solver steps in a layer, " if found.num_steps else ""
+    print(f"{steps}{seconds:.2f} s")
 
 
 def read_text(path: str | None = None) -> str:

@@ -10,6 +10,7 @@
 import copy
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,7 +33,9 @@ from invformer.errors import ConfigurationError, DataError, StorageError
 from invformer.evaluation.evaluate import certify_model
 from invformer.evaluation.prefix_margins import as_double, prefix_margins
 from invformer.nn.certificate import Certificate
-from invformer.nn.proof import certify, invertible_stack
+from invformer.nn.coupling import CouplingStack
+from invformer.nn.proof import certify
+from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.files import replace_file
 from invformer.runs.machine import pick_device
@@ -52,8 +55,9 @@ class RecoveredText:
             other text has states within the bounds that were given.
         error_bound: bound on the distance of the recovered embeddings from the exact preimage of
             the states, by the rounding model of docs/numerics.md; inf if none is known.
-        num_steps: largest number of solver steps in any layer.
-        residual: largest distance of the recovered embeddings from those of the text.
+        num_steps: largest number of solver steps in any layer; 0 without a solver.
+        residual: largest distance of the recovered embeddings from those of the text; NaN if the
+            text was found by trying symbols alone.
         radius: if positive, any other symbols have a state farther than this from the given one.
         unproven: why nothing is proven, if the rounding of this model is not bounded.
     """
@@ -149,7 +153,8 @@ class TrainedModel:
         """The text behind states at the top of the stack, in float64.
 
         If the states were damaged, other symbols may fit them better than those nearest to what the
-        inverse finds. They are found by trying all, which takes up to ten times as long.
+        inverse finds. They are found by trying all, which takes up to ten times as long. So is the
+        text of a baseline without an inverse.
 
         Args:
             z: the states.
@@ -157,19 +162,12 @@ class TrainedModel:
                 inf where they are lost. More is then proven. A number, or of a shape that can be
                 expanded to that of z.
             states_within: how far each state may be off, ‖·‖₂, a number or (tokens,).
-
-        Raises:
-            ConfigurationError: the model is a baseline, whose stack has no fixed-point inverse.
         """
-        if not self.network.is_invertible:
-            raise ConfigurationError(
-                f"model {self.config.model.name} has no fixed-point inverse; load a contractive one"
-            )
-        width = self.config.model.d_model
+        width = self.network.head.in_features
         if z.ndim != 2 or z.shape[-1] != width or not len(z):
             raise DataError(f"states have the shape {tuple(z.shape)}, not (tokens, {width})")
         network, certificate = self._exact
-        stack, weights = invertible_stack(network), network.weights()
+        weights = network.weights()
         symbols, proven, bounds, steps, residuals, radii = "", [], [], [], [], []
         unproven = None
         z = z.to(self.device, torch.float64)
@@ -182,16 +180,16 @@ class TrainedModel:
         for start in tqdm(starts, "inversion", unit=" windows", leave=False, disable=None):
             rows = slice(start, start + network.seq_len)
             window = z[None, rows]
-            solution = stack.inverse(window, weights, certificate, throw=False)
-            nearest = network.embedding.nearest_tokens(solution.value)
+            preimage, bound, num_steps = preimage_of(window, network, weights, certificate)
+            nearest = network.embedding.nearest_tokens(preimage)
             of_rows = {name: bound[rows] for name, bound in known.items()}
             evidence = prefix_margins(network, nearest, window, fit=True, **of_rows)
             tokens = evidence.tokens
             symbols += self.vocabulary.decode(tokens[0].cpu())
             proven += evidence.proven[0].tolist()
-            bounds.append(solution.error_bound.max().item())
-            steps += [int(layer.num_steps.max()) for layer in solution.layers.values()]
-            residuals.append((solution.value - network.embedding(tokens)).norm(dim=-1).max().item())
+            bounds.append(bound)
+            steps.append(num_steps)
+            residuals.append((preimage - network.embedding(tokens)).norm(dim=-1).max().item())
             radii.append(evidence.radius.min().item())
             unproven = evidence.unproven
         return RecoveredText(
@@ -225,10 +223,10 @@ class TrainedModel:
         write_export(Path(os.path.expanduser(folder)), self, name, bits)
 
     @cached_property
-    def _exact(self) -> tuple[CharTransformer, Certificate]:
+    def _exact(self) -> tuple[CharTransformer, Certificate | None]:
         """The network in float64, and its certificate there."""
         network = copy.deepcopy(self.network).double()
-        return network, certify(network)
+        return network, certify(network) if network.is_invertible else None
 
     def _tokens(self, text: str) -> Tensor:
         if not text:
@@ -240,6 +238,25 @@ class TrainedModel:
                 unknown, len(tokens),
             )  # fmt: skip
         return tokens.to(self.device)
+
+
+def preimage_of(
+    z: Float[Tensor, "*batch tokens width"],
+    network: CharTransformer,
+    weights: StackWeights | None,
+    certificate: Certificate | None,
+) -> tuple[Tensor, float, int]:
+    """What a stack maps to z, a bound on its error, and the most solver steps of a layer.
+
+    It is NaN for a baseline without an inverse.
+    """
+    stack = network.stack
+    if isinstance(stack, InvertibleStack):
+        found = stack.inverse(z, weights, certificate, throw=False)
+        steps = max(int(layer.num_steps.max()) for layer in found.layers.values())
+        return found.value, found.error_bound.max().item(), steps
+    value = stack.inverse(z) if isinstance(stack, CouplingStack) else z * math.nan
+    return value, math.inf, 0
 
 
 def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:

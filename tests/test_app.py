@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import invformer
 from invformer.errors import CheckpointError
 from invformer.runs.checkpoint import WEIGHTS, read_checkpoint
 from invformer.runs.encoding import pack
@@ -103,6 +104,11 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, preset: str) -> None:
         assert report["inversion"]["characters_recovered"] == 1
     if preset in PROVEN:
         assert report["inversion"]["characters_proven"] == 1
+    model, text = invformer.load(run, "cpu"), "3 times 3"
+    found = model.invert(model.encode(text))
+    assert found.text == text
+    assert (found.num_steps > 0) == (preset not in BASELINES)
+    assert (found.residual < 1e-3) == (preset not in {"dot_product", "l2"})  # NaN: none
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,13 +94,14 @@ def prefix_margins(
     precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     try:
         with changed(*precision, "highest"), without_autocast(tokens.device):
-            network = Network(model, tokens.shape[-1], accurate=False)
+            network, accurate = Network(model, tokens.shape[-1], accurate=False), None
             found = []
-            for text in zip(tokens, states, entries, lengths, strict=True):
-                evidence = evidence_of(network, *text, fit)
-                if evidence is None:
-                    network = Network(model, tokens.shape[-1])  # also for the texts that follow
-                    evidence = evidence_of(network, *text, fit)
+            for text, z, entry, length in zip(tokens, states, entries, lengths, strict=True):
+                given = z, entry, length
+                evidence, suffices = evidence_of(network, text, *given, fit)
+                if not suffices:
+                    accurate = accurate or Network(model, tokens.shape[-1])
+                    evidence, _ = evidence_of(accurate, evidence[-1], *given, fit)
                 found.append(evidence)
     except NotEnclosed as error:
         nan = torch.full(tokens.shape, math.nan, dtype=torch.float64, device=tokens.device)
@@ -126,17 +127,16 @@ def evidence_of(
     entries: Float[Tensor, "tokens width"],
     lengths: Float[Tensor, "tokens"],
     fit: bool,
-) -> tuple[Tensor, ...] | None:
+) -> tuple[tuple[Tensor, ...], bool]:
     """Margin, arithmetic error, distance and radius of every character of one text.
 
     And whether it alone may have a state within ``entries`` and ``lengths`` of the one given, and
-    the text. None if the numbers are float64's own and that is not enough: an error is more than a
-    sixteenth of its margin.
+    the text. False if that does not suffice: an error is more than a sixteenth of its margin.
     """
     num_symbols, device = len(network.symbols.middle), tokens.device
     everywhere, symbols = (torch.arange(n, device=device) for n in (len(tokens), num_symbols))
     own, past = network(tokens, everywhere, None)
-    found = []
+    found, suffices = [], True
     for places in everywhere.split(max(1, ROWS // num_symbols)):
         compared = compare(network, past, own, states, entries, lengths, places)
         for _ in range(len(places) if fit else 0):
@@ -149,13 +149,13 @@ def evidence_of(
         margin, error, excess, _ = compared
         is_own = tokens[places, None] == symbols
         margin = margin.masked_fill(is_own, math.inf)
-        if not network.accurate and not bool((ENOUGH * error <= margin).all()):
-            return None
+        suffices = suffices and bool((ENOUGH * error <= margin).all())
         alone = ((excess > 0) != is_own).all(-1)
         found.append((margin.amin(-1), error.amax(-1), alone))
     margin, error, alone = (torch.cat(numbers) for numbers in zip(*found, strict=True))
     distance = (own - constant(states)).single().norm_at_most()
-    return margin, error, distance, (margin - distance).cummin(0).values, alone, tokens
+    radius = (margin - distance).cummin(0).values
+    return (margin, error, distance, radius, alone, tokens), suffices
 
 
 def compare(
