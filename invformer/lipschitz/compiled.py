@@ -28,7 +28,7 @@ from invformer.nn.residual import InvertibleBlock, InvertibleResidual, ResidualW
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import PreNormBlock, PreNormBranch, PreNormStack
 
-# Of one branch, by the names of ``_Branch``: tensors of one format, without gaps.
+# Of one branch, by the names of ``_Branch``: tensors of one format, all but W and V without gaps.
 Fields = dict[str, Tensor | float]
 
 MASKS = (CausalMask, RelativePositionBias)
