@@ -6,7 +6,6 @@ and nothing depends on the number of threads or on the other matrices.
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,20 +25,6 @@ class _Weight(ctypes.Structure):
     ]
 
 
-class KrylovSpace(NamedTuple):
-    """Krylov spaces of symmetric matrices G (B, n, n).
-
-    Attributes:
-        vectors: unit vectors v_s, orthogonal to the two before them (B, S, n).
-        alongs: α_s = v_sᵀ G v_s (B, S).
-        besides: β_s, how long what is new in G v_s is (B, S).
-    """
-
-    vectors: Tensor
-    alongs: Tensor
-    besides: Tensor
-
-
 def can_take(weights: Sequence[Tensor]) -> bool:
     """True if there is compiled code for these matrices, and they occupy the threads."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -51,44 +36,31 @@ def can_take(weights: Sequence[Tensor]) -> bool:
     return alike and whole and native.occupies_threads(len(weights)) and native.is_available()
 
 
-def squarings(
-    weights: Sequence[Tensor], times: int, rescale_every: int
+def bounds(
+    weights: Sequence[Tensor],
+    squarings: int,
+    rescale_every: int,
+    start: Tensor | None,
+    num_vectors: int,
+    lifts: tuple[float, float],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ (B,) in float64, v (B, n), and u of every matrix.
 
-    Its Gram matrix is squared so many ``times``. Matrices are tall, (m, n) of one n, or the
-    transposes of wide ones, each in one piece. A zero matrix has the bound 0 and zero vectors; of a
-    matrix with NaN all of them are NaN.
+    By trial from this ``start``, if there is one; where that fails, and without, by ``squarings``
+    of its Gram matrix. Matrices are tall, (m, n) of one n, or the transposes of wide ones, each in
+    one piece. A zero matrix has the bound 0 and zero vectors; of a matrix with NaN all of them are
+    NaN.
     """
     first, count, n = weights[0], len(weights), weights[0].shape[-1]
     log_norms, rights = torch.empty(count, dtype=torch.float64), first.new_empty(count, n)
     lefts = [w.new_empty(len(w)) for w in weights]
     native.call(
-        "squarings", first.dtype, *group(weights, [left.data_ptr() for left in lefts]),
-        ctypes.c_int(times), ctypes.c_int(rescale_every),
+        "normalise", first.dtype, *group(weights, [left.data_ptr() for left in lefts]),
+        *map(ctypes.c_int, (squarings, rescale_every, 0 if start is None else num_vectors)),
+        *map(ctypes.c_double, lifts), None if start is None else pointer(start),
         pointer(log_norms), pointer(rights), native.threads_for(count),
     )  # fmt: skip
     return log_norms, rights, lefts
-
-
-def krylov(
-    weights: Sequence[Tensor], num_vectors: int, start: Tensor
-) -> tuple[Tensor, Tensor, KrylovSpace]:
-    """G = WᵀW/‖W‖_F² (B, n, n), log ‖W‖_F (B,) in float64, and the Krylov spaces from G ``start``.
-
-    Matrices are as for :func:`squarings`. If one is zero or not finite, log ‖W‖_F is not finite,
-    and its other results are not written.
-    """
-    first, count, n = weights[0], len(weights), weights[0].shape[-1]
-    grams, log_scale = first.new_empty(count, n, n), torch.empty(count, dtype=torch.float64)
-    coefficients = (first.new_empty(count, num_vectors) for _ in range(2))
-    space = KrylovSpace(first.new_empty(count, num_vectors, n), *coefficients)
-    native.call(
-        "krylov", first.dtype, *group(weights, [0] * count), ctypes.c_int(num_vectors),
-        pointer(start), pointer(grams), pointer(log_scale), *map(pointer, space),
-        native.threads_for(count),
-    )  # fmt: skip
-    return grams, log_scale, space
 
 
 def orthogonalised(

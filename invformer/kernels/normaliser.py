@@ -8,7 +8,7 @@ a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to 
   largest eigenvalue of the last iterate. Matrix products only: nothing waits for the host.
 * *Trial*: Lanczos finds θ ≤ λ₁(G), and a Cholesky factor of bI − G shows that b, a little above θ,
   is above λ₁. Where there is none, a larger b is tried, then Gram iteration steps in. Large
-  matrices on the CPU take this way if there is compiled code.
+  matrices on a CPU take this way.
 """
 
 import math
@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from invformer.kernels import native_matrices
-from invformer.kernels.native_matrices import KrylovSpace
 from invformer.numerics.precision import without_autocast
 from invformer.numerics.spectral_norm import check_matrix, tall_side
 
@@ -34,14 +33,12 @@ NORMALISER_MARGIN = 1e-5
 # A Gram matrix of trace one, size r, has λ₁ ≥ 1/r, one of norm one λ₁ ≥ r⁻¹ᐟ²: two squarings later,
 # or three, λ₁ ≥ r⁻⁴, and even its square is far from underflow in float32.
 RESCALE_EVERY = 3
-# W v of a weight with log ‖W‖_F within these is formed from W as it is; of others from W scaled.
-LEAST_LOG, LARGEST_LOG = -10 * math.log(10), 10 * math.log(10)
 # Gram matrices are summed over parts of so many rows: whole products would occupy half a GPU.
 LONGEST_PRODUCT = 512
-# From this size on a trial is no slower than squarings, on a CPU: half the time at 384.
-TRIAL_SIZE = 256
-# Krylov vectors: on matrices from training θ is then within 1 % of λ₁, nine times in ten.
-NUM_VECTORS = 24
+# From this size on a trial takes half the time of squarings or less, on a CPU.
+TRIAL_SIZE = 128
+# Krylov vectors: on matrices from training θ is then within 0.2 % of λ₁, nine times in ten.
+NUM_VECTORS = 32
 # b/θ − 1 is the relative residual of θ, within these.
 LEAST_LIFT, LARGEST_LIFT = 1e-4, 1e-2
 
@@ -116,28 +113,34 @@ def _normalise_together(weights: list[Tensor]) -> list[Normalisation]:
 def _log_norms(weights: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ and the right vectors of all matrices, left vectors of each weight."""
     matrices = [w for batch in weights for w in tall_side(batch)]
-    compiled, krylov, size = native_matrices.can_take(matrices), None, matrices[0].shape[-1]
-    if compiled and size < TRIAL_SIZE:
-        log_norms, rights, lefts = native_matrices.squarings(matrices, NUM_SQUARINGS, RESCALE_EVERY)
+    start = _start(matrices[0])
+    if native_matrices.can_take(matrices):
+        lifts = LEAST_LIFT, LARGEST_LIFT
+        log_norms, rights, lefts = native_matrices.bounds(
+            matrices, NUM_SQUARINGS, RESCALE_EVERY, start, NUM_VECTORS, lifts
+        )
         each = iter(lefts)
         return log_norms, rights, [torch.stack([next(each) for _ in batch]) for batch in weights]
-    if compiled:
-        generator = torch.Generator().manual_seed(0)  # no structure, and always the same
-        start = torch.randn(size, generator=generator, dtype=torch.float64)
-        krylov = native_matrices.krylov(matrices, NUM_VECTORS, start.to(matrices[0]))
     same_shape = [list(each) for _, each in groupby(weights, key=lambda w: w.shape[-2:])]
-    tall = [tall_side(torch.cat(each)) for each in same_shape]  # one for every shape
-    if krylov is not None and all(LEAST_LOG < x < LARGEST_LOG for x in krylov[1].tolist()):
-        grams, log_scale, space = krylov
-        log_bound, rights = _trial(grams, space)
+    tall, grams, log_scale = _grams_of_trace_one([tall_side(torch.cat(w)) for w in same_shape])
+    if start is not None and bool(grams.isfinite().all()):
+        log_bound, rights = _trial(grams, start)
     else:
-        tall, grams, log_scale = _grams_of_trace_one(tall)
         log_bound, rights = _gram_iteration(grams)
-    lefts: list[Tensor] = []  # W v/‖W v‖₂
+    lefts = []  # W v/‖W v‖₂
     vectors = rights.unsqueeze(-1).split(list(map(len, tall)))
     for w, v, each in zip(tall, vectors, same_shape, strict=True):
         lefts += _unit((w @ v).squeeze(-1)).split(list(map(len, each)))
     return log_bound / 2 + log_scale, rights, lefts
+
+
+def _start(matrix: Tensor) -> Tensor | None:
+    """What Krylov spaces of such tall matrices begin with; None if these need no trial."""
+    if matrix.device.type != "cpu" or matrix.shape[-1] < TRIAL_SIZE:
+        return None
+    generator = torch.Generator().manual_seed(0)  # no structure, and always the same
+    start = torch.randn(matrix.shape[-1], generator=generator, dtype=torch.float64)
+    return start.to(matrix.dtype)
 
 
 def _as_shaped(weight: Tensor, bound: Tensor, right: Tensor, left: Tensor) -> Normalisation:
@@ -198,7 +201,7 @@ def _wolkowicz_styan(m: Tensor) -> Tensor:
     return mean + ((size - 1) / size * variance).sqrt()
 
 
-def _trial(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor]:
+def _trial(g: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """log of a bound b ≥ λ₁(G) that a Cholesky factor of bI − G confirms, and Lanczos's vector.
 
     Where the residual promised too much, b is the largest that may be; where that fails, squarings.
@@ -206,7 +209,7 @@ def _trial(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor]:
     A factorisation in working precision of size r goes through for b down to λ₁ less some r
     roundings, seen up to 2 r ε: b is lifted by as much.
     """
-    theta, vector, residual = _ritz(g, space)
+    theta, vector, residual = _ritz(g, start)
     largest = theta * (1 + LARGEST_LIFT)
     bound = theta * (1 + (residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT))
     failed = _without_factor(bound, g)
@@ -229,20 +232,32 @@ def _without_factor(bounds: Tensor, grams: Tensor) -> Tensor:
     return failed
 
 
-def _ritz(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor, Tensor]:
+def _ritz(g: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """θ = vᵀGv of symmetric G, v the leading Ritz vector of a Krylov space, and ‖Gv − θv‖₂.
 
-    θ and the residual are those of v itself, however orthogonal the vectors of the space are.
+    The space is that of G ``start``, with an orthonormal basis. θ and the residual are those of v
+    itself, however orthogonal the basis is.
     """
-    tridiagonal = torch.diag_embed(space.alongs)
-    tridiagonal.diagonal(offset=-1, dim1=-2, dim2=-1).copy_(space.besides[:, :-1])
-    weights = torch.linalg.eigh(tridiagonal).eigenvectors[:, :, -1:]  # it reads the lower half
-    vector = _unit((weights.mT @ space.vectors).squeeze(-2))
-    # Rows vᵀG: on a CPU their batches cost less than those of columns.
-    image = torch.bmm(vector.unsqueeze(-2), g).squeeze(-2)
+    basis, image = g.new_zeros(len(g), NUM_VECTORS, g.shape[-1]), g @ start
+    for s in range(NUM_VECTORS):
+        basis[:, s] = v = _unit(image)
+        image = _rows(v, g)
+        least = 8 * torch.finfo(g.dtype).eps * torch.linalg.vecdot(image, v).abs()
+        for _ in range(2):  # once leaves some rounding
+            image = image - _rows(_rows(image, basis.mT), basis)
+        is_lost = torch.linalg.vector_norm(image, dim=-1) <= least  # what is left is rounding
+        image = image.masked_fill(is_lost[:, None], 0)
+    weights = torch.linalg.eigh(basis @ g @ basis.mT).eigenvectors[:, :, -1:]
+    vector = _unit((weights.mT @ basis).squeeze(-2))
+    image = _rows(vector, g)
     theta = torch.linalg.vecdot(image, vector)
     residual = torch.linalg.vector_norm(image - theta[:, None] * vector, dim=-1)
     return theta, vector, residual
+
+
+def _rows(v: Tensor, m: Tensor) -> Tensor:
+    """vᵀM of every matrix: on a CPU batches of rows cost less than those of columns."""
+    return torch.bmm(v.unsqueeze(-2), m).squeeze(-2)
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
