@@ -103,10 +103,17 @@ void write_rows(Matrix<T> dx, T* g, Rows<T> u, T scale, Sizes<T> size, View view
 // The transpose of rows of channels, in panels of PANEL tokens that lie together; zeros at the end.
 template <typename T>
 void copy_panels(T* out, const T* rows, Sizes<T> size) {
-  for (int64_t first = 0; first < size.keys; first += PANEL<T>, out += PANEL<T> * size.channels)
-    for (int64_t j = 0; j < PANEL<T>; ++j)
-      for (int64_t c = 0; c < size.channels; ++c)
-        out[c * PANEL<T> + j] = first + j < size.tokens ? rows[(first + j) * size.width + c] : T(0);
+  for (int64_t first = 0; first < size.keys; first += LANES<T>)
+    for (int64_t from = 0; from < size.channels; from += LANES<T>) {
+      Vector<T> block[LANES<T>];
+      for (int64_t j = 0; j < LANES<T>; ++j)
+        block[j] = first + j < size.tokens ? load(rows + (first + j) * size.width + from)
+                                           : Vector<T>{};
+      transpose<T>(block);
+      T* const to = out + first / PANEL<T> * PANEL<T> * size.channels + first % PANEL<T>;
+      for (int64_t c = from; c < std::min(from + LANES<T>, size.channels); ++c)
+        store(to + c * PANEL<T>, block[c - from]);
+    }
 }
 
 // x_i·y_j for some rows i and the first `keys` tokens j.
