@@ -38,7 +38,7 @@ ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
 BLOCKS = (InvertibleBlock, PreNormBlock, CouplingBlock)
 # What may follow the LayerNorm of a baseline.
 BASELINES = (DotProductAttention, L2Attention, FeedForward)
-# What a branch consists of, in the order of ``Branch`` in estimate.cpp, which explains it.
+# What a branch consists of, in the order of ``Branch`` in branch.h, which explains it.
 TENSORS = (
     *("w", "b", "v", "c", "scale", "shift", "inverse", "log_scale", "norm_scale", "norm_shift"),
     *("biases", "temperatures", "left", "lengths", "estimate", "turn"),

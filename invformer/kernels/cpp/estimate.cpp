@@ -12,32 +12,9 @@
 // that each of them sees stand one behind the other. Every sum has one order: results do not depend
 // on the number of threads.
 
-#include "rows.h"
+#include "branch.h"
 
 namespace {
-
-// A residual layer; a pointer to what it does not have is null.
-template <typename T>
-struct Branch {
-  const T *w, *b, *v, *c;             // (kernel · width, inner), (inner), (outer, width), (width)
-  const T *scale, *shift, *inverse;   // of D x + b, or of LN, and D⁻¹
-  const T* log_scale;                 // of a D that is folded into W and V
-  const T *norm_scale, *norm_shift;   // of an ActivationNorm that follows
-  const T *biases, *temperatures;     // of each head: at lags from one on; where it is in a ball
-  T *left, *lengths, *estimate;       // (sequences, tokens, width), (sequences, tokens), one number
-  int64_t* turn;
-  int64_t w_row, w_column, v_row, v_column;  // distances in memory
-  int64_t inner, outer, kernel, activation, heads, bias_stride, is_tied, strictly_causal, at_once;
-  int64_t reads, writes;   // the first channel of the stream that it reads, and that it adds to
-  double radius, epsilon;  // of ψ_R and LN; zero is none
-
-  int64_t head_channels() const { return outer / heads; }
-  Matrix<const T> in() const { return {w, w_row, w_column}; }
-  Matrix<const T> out() const { return {v, v_row, v_column}; }
-  T logit_scale(int64_t head) const {
-    return temperatures ? temperatures[head] : (is_tied ? -1 : 1) / std::sqrt(T(head_channels()));
-  }
-};
 
 struct Call {
   int64_t sequences, tokens, width, streams, branches, steps;  // width of a stream
@@ -55,53 +32,6 @@ bool is_less(T a, T b) {
 template <typename T>
 int64_t odd_vectors(int64_t columns) {
   return round_up(columns, LANES<T>) | LANES<T>;
-}
-
-// Where a branch is linearised.
-template <typename T>
-struct Point {
-  Matrix<T> u, z;  // after ψ_R or before γ of LN; after W: q, or q, k and v, or φ′
-  T *u_rho, *rho;  // of u; of q, k and v of every head, in the ball
-  T* biases;       // of every head, the largest lag first
-};
-
-// P_ij of the keys j of token i, and how many there are. If strictly causal, keys are those of tokens
-// before, and of one that is zero, of which nothing but its share of P counts.
-template <typename T>
-int64_t softmax(const Branch<T>& f, const Point<T>& at, int64_t tokens, int64_t head, int64_t i,
-                T* p) {
-  const int64_t d = f.head_channels(), keys = i + 1 - f.strictly_causal;
-  const int64_t end = round_up(keys, LANES<T>);
-  const Matrix<T> q = at.z.from(head * d), k = f.is_tied ? q : q.from(f.outer);
-  const T factor = f.logit_scale(head);
-  const T* const biases = at.biases + head * q.row + tokens;  // of lag l at −1 − l
-  constexpr T INFINITE = std::numeric_limits<T>::infinity();
-  std::fill_n(p, end, T(0));
-  for (int64_t c = 0; c < d; ++c) {
-    const T q_i = *q.at(c, i);
-    const T* const k_c = k.at(c);
-    if (f.is_tied)
-      for (int64_t j = 0; j < keys; ++j) p[j] += (q_i - k_c[j]) * (q_i - k_c[j]);
-    else
-      for (int64_t j = 0; j < keys; ++j) p[j] += q_i * k_c[j];
-  }
-  for (int64_t j = 0; j < keys; ++j) p[j] = factor * p[j] + biases[j - keys];
-  std::fill(p + keys, p + end, -INFINITE);
-  Vector<T> sums{}, largest = sums + (f.strictly_causal ? biases[-1 - i] : -INFINITE);
-  for (int64_t j = 0; j < end; j += LANES<T>) {
-    const Vector<T> x = load(p + j);
-    largest = x > largest ? x : largest;
-  }
-  const T most = maximum<T>(largest);
-  T total = f.strictly_causal ? std::exp(biases[-1 - i] - most) : T(0);
-  for (int64_t j = 0; j < end; j += LANES<T>) {
-    const Vector<T> e = exponential<T>(load(p + j) - most);
-    store(p + j, e);
-    sums += e;
-  }
-  total += sum<T>(sums);
-  for (int64_t j = 0; j < keys; ++j) p[j] /= total;
-  return keys;
 }
 
 // Rows of a matrix, some for each thread.
