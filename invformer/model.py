@@ -153,8 +153,8 @@ class TrainedModel:
         """The text behind states at the top of the stack, in float64.
 
         If the states were damaged, other symbols may fit them better than those nearest to what the
-        inverse finds. They are found by trying all, which takes up to ten times as long. So is the
-        text of a baseline without an inverse.
+        inverse finds. They are found by trying all, which takes up to ten times as long. The text
+        of a baseline without an inverse is found in the same way.
 
         Args:
             z: the states.
@@ -248,7 +248,7 @@ def preimage_of(
 ) -> tuple[Tensor, float, int]:
     """What a stack maps to z, a bound on its error, and the most solver steps of a layer.
 
-    It is NaN for a baseline without an inverse.
+    For a baseline without an inverse the first is NaN.
     """
     stack = network.stack
     if isinstance(stack, InvertibleStack):

@@ -130,8 +130,9 @@ def evidence_of(
 ) -> tuple[tuple[Tensor, ...], bool]:
     """Margin, arithmetic error, distance and radius of every character of one text.
 
-    And whether it alone may have a state within ``entries`` and ``lengths`` of the one given, and
-    the text. False if that does not suffice: an error is more than a sixteenth of its margin.
+    Then whether it alone may have a state within ``entries`` and ``lengths`` of the one given, and
+    the text. All that is followed by whether it suffices: no error is more than a sixteenth of its
+    margin. Where it does not, only the last is sure to be there.
     """
     num_symbols, device = len(network.symbols.middle), tokens.device
     everywhere, symbols = (torch.arange(n, device=device) for n in (len(tokens), num_symbols))
@@ -150,6 +151,8 @@ def evidence_of(
         is_own = tokens[places, None] == symbols
         margin = margin.masked_fill(is_own, math.inf)
         suffices = suffices and bool((ENOUGH * error <= margin).all())
+        if not (suffices or fit or network.accurate):
+            return (tokens,), False
         alone = ((excess > 0) != is_own).all(-1)
         found.append((margin.amin(-1), error.amax(-1), alone))
     margin, error, alone = (torch.cat(numbers) for numbers in zip(*found, strict=True))
@@ -170,7 +173,8 @@ def compare(
     """Every symbol at some places: its state beside that of the text, and beside that given.
 
     A lower bound on the first distance, the error in it, a lower bound on how much farther than
-    ``entries`` or ``lengths`` allow it is from the state given, and how much it is by midpoints.
+    ``entries`` or ``lengths`` allow it is from the state given, and the same by midpoints, which
+    chooses symbols and proves nothing.
     """
     num_symbols, found = len(network.symbols.middle), []
     for rows in torch.arange(len(places) * num_symbols, device=places.device).split(ROWS):

@@ -12,6 +12,7 @@ from invformer.numerics.precision import at_least_single
 from invformer.runs.console import printable
 
 WIDTH = 72  # characters of text on a line
+NOISE_SEED = 1_000_003  # a model's embeddings are drawn by a small seed
 LINE_BREAKS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 
@@ -30,7 +31,7 @@ def perturb(
     z = clean = at_least_single(z)
     length = noise * z.square().sum(-1).mean().sqrt()
     if noise:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(NOISE_SEED + seed)
         directions = torch.randn(z.shape, generator=generator).to(z)
         z = z + directions * (length / directions.norm(dim=-1, keepdim=True))
     off = rounding * torch.maximum(clean.abs().amax(), z.abs().amax())

@@ -19,9 +19,11 @@ from invformer.lipschitz.jacobians import (
     stacked_class,
 )
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration
+from invformer.nn.certificate import original_class
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.dot_product import DotProductAttention
-from invformer.nn.feed_forward import ACTIVATIONS, Activation, FeedForward
+from invformer.nn.dropout import Dropout
+from invformer.nn.feed_forward import ACTIVATIONS, MODULES, Activation, FeedForward
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual, ResidualWeights
@@ -36,8 +38,13 @@ FORMATS = (torch.float32, torch.float64)
 # The compiled code has numbers for activations.
 ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
 BLOCKS = (InvertibleBlock, PreNormBlock, CouplingBlock)
-# What may follow the LayerNorm of a baseline.
-BASELINES = (DotProductAttention, L2Attention, FeedForward)
+# What may follow the LayerNorm of a baseline, and its parameters but for position biases.
+BASELINES = {
+    DotProductAttention: {"qkv.weight", "out.weight"},
+    L2Attention: {"w_q", "w_v", "w_o"},
+    FeedForward: {"0.weight", "0.bias", "2.weight", "2.bias"},
+}
+PARTS = (*BASELINES, *MASKS, *MODULES.values(), PreNormBranch, nn.LayerNorm, nn.Linear, Dropout)
 # What a branch consists of, in the order of ``Branch`` in branch.h, which explains it.
 TENSORS = (
     *("w", "b", "v", "c", "scale", "shift", "inverse", "log_scale", "norm_scale", "norm_shift"),
@@ -78,11 +85,11 @@ def can_take(
 
     ``branches`` are the layers themselves in a baseline.
     """
-    inner = [branch.inner if type(branch) is PreNormBranch else branch for branch in branches]
+    inner = [getattr(branch, "inner", branch) for branch in branches]
     masks = [branch.position for branch in inner if hasattr(branch, "position")]
     return (
-        all(type(block) in BLOCKS for block in blocks)
-        and all(type(f) in BASELINES or stacked_class(f) in STACKED.values() for f in inner)
+        all(original_class(block) in BLOCKS for block in blocks)
+        and all(is_plain(f) or stacked_class(f) in STACKED.values() for f in branches)
         and all(type(mask) in MASKS for mask in masks)
         and all(
             each.norm != "frobenius"
@@ -92,6 +99,19 @@ def can_take(
             for each in iterations
         )
         and native.is_available()
+    )
+
+
+def is_plain(branch: nn.Module) -> bool:
+    """True for a branch of a baseline with nothing in it but what the library builds."""
+    if type(branch) is not PreNormBranch or type(branch.inner) not in BASELINES:
+        return False
+    names = {name for name, _ in branch.inner.named_parameters() if "position" not in name}
+    return (
+        all(type(module) in PARTS for module in branch.modules())
+        and names == BASELINES[type(branch.inner)]
+        and branch.norm.bias is not None
+        and branch.norm.eps > 0
     )
 
 

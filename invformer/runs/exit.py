@@ -1,6 +1,7 @@
 """How a program ends: 0, or one line on standard error and the exit code that belongs to it."""
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -77,13 +78,13 @@ def report(message: str, exit_code: int) -> int:
     folder = os.environ.get(REPORTS)
     if folder is not None and is_rank():
         Path(folder, os.environ["RANK"]).write_text(json.dumps([exit_code, line]))
-    elif is_news(exit_code):
+    elif is_news(line, exit_code):
         print(f"error: {line}", file=sys.stderr)
     return exit_code
 
 
-def is_news(exit_code: int) -> bool:
-    """Whether no rank of the user's torchrun on this machine has printed an error of this code.
+def is_news(line: str, exit_code: int) -> bool:
+    """Whether no rank of the user's torchrun on this machine has printed this line.
 
     A rank that lost another one, or was told to stop, prints only if no rank has printed anything.
     """
@@ -91,10 +92,12 @@ def is_news(exit_code: int) -> bool:
     if not mine:
         return True
     folder = Path(mine).parents[1]  # torchrun's own, of one start of all ranks
-    consequence = folder / f"said-{RankLost.exit_code}"
+    anything = folder / "said"
+    is_consequence = exit_code > 128 or exit_code == RankLost.exit_code
+    digest = hashlib.sha256(line.encode()).hexdigest()
     try:
-        (consequence if exit_code > 128 else folder / f"said-{exit_code}").touch(exist_ok=False)
-        consequence.touch()
+        (anything if is_consequence else folder / f"said-{digest}").touch(exist_ok=False)
+        anything.touch()
     except OSError as error:
         return not isinstance(error, FileExistsError)
     return True

@@ -174,8 +174,7 @@ def print_result(run: Run) -> None:
     line = shlex.quote(first_words(run.data))
     next_ones = {"sample": [f"prompt={line}"], "invert": [f"text={line}"], "evaluate": []}
     for name, words in next_ones.items():
-        if name != "invert" or certificate:
-            print(f"{name:<11}{' '.join([*typed(f'{name}.py'), checkpoint, *words])}")
+        print(f"{name:<11}{' '.join([*typed(f'{name}.py'), checkpoint, *words])}")
 
 
 def first_words(data: TextDataModule) -> str:

@@ -1,9 +1,12 @@
 """Compiled code makes the estimates that operations on stacked branches make."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from invformer.config.load import CONFIGS
 from invformer.lipschitz import compiled
@@ -15,6 +18,7 @@ from tests.kernels.test_attention import needs_compiler
 from tests.launches import Launches
 from tests.nn.builders import (
     VOCAB,
+    WIDTH,
     baseline,
     contractive_model,
     convolutional_baseline,
@@ -104,6 +108,35 @@ def test_a_block_with_a_forward_pass_of_its_own_is_not_compiled() -> None:
     model = baseline()
     model.stack.blocks[0].__class__ = Twice
     assert not LipschitzProbe(model, random_tokens(1)).is_compiled
+
+
+class Louder(nn.LayerNorm):
+    def forward(self, input):
+        return 3 * super().forward(input)
+
+
+@pytest.mark.parametrize(("name", "make"), [
+    ("norm", Louder), ("norm", nn.RMSNorm), ("norm", partial(nn.LayerNorm, bias=False)),
+    ("norm", partial(nn.LayerNorm, elementwise_affine=False)),
+    ("norm", partial(nn.LayerNorm, eps=0)), ("inner.qkv", lambda d: nn.Linear(d, 3 * d)),
+    ("inner.out", lambda d: nn.Sequential(nn.Linear(d, d, bias=False))),
+])  # fmt: skip
+def test_a_branch_with_parts_of_its_own_is_not_compiled(
+    name: str, make: Callable[[int], nn.Module]
+) -> None:
+    model = baseline()
+    for block in model.stack.blocks:
+        block.attention.set_submodule(name, make(WIDTH).double())
+    probe = LipschitzProbe(model, random_tokens(1))
+    assert not probe.is_compiled
+    assert probe.values().isfinite().all()
+
+
+def test_blocks_in_shards_are_compiled() -> None:
+    model = trained()
+    for block in model.stack.blocks:
+        block.__class__ = type("FSDPBlock", (FSDPModule, type(block)), {})
+    assert LipschitzProbe(model, random_tokens(1)).is_compiled
 
 
 @pytest.mark.parametrize("bounded", [False, True])

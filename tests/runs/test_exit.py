@@ -97,7 +97,7 @@ def test_a_connection_error_outside_a_rank_is_no_lost_rank(
 
 
 NO, LOST, BUG = errors.DataError("x: no"), errors.RankLost("another is gone"), KeyError("x")
-TOLD = errors.Interrupted(15, 3, "x")
+OTHER, TOLD = errors.DataError("y: no"), errors.Interrupted(15, 3, "x")
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,7 @@ TOLD = errors.Interrupted(15, 3, "x")
         ([TOLD, TOLD], ["interrupted"]),
         ([NO, LOST, TOLD], ["x: no"]),
         ([LOST, TOLD, NO, BUG], ["another is gone", "x: no", "a bug"]),  # each is only one rank's
+        ([NO, OTHER], ["x: no", "y: no"]),
     ],
 )
 def test_ranks_of_torchrun_say_once_what_all_have_and_lose_nothing_that_one_has(

@@ -28,5 +28,6 @@ def test_fine_rounding_costs_nothing_and_under_heavy_noise_nothing_proven_is_wro
     assert clean.search == clean.few == clean.at_once == clean.proven == 1
     worst = damage.measure(case("noise", 30), torch.device("cpu"))
     assert worst.search < 1
-    assert worst.wrong == worst.proven == 0
+    assert worst.wrong == 0
+    assert worst.proven < 0.1
     assert (clean.beyond_radius, worst.beyond_radius) == (0, 1)
