@@ -125,14 +125,16 @@ def step_seconds(options: Options) -> dict[str, float]:
 
 
 def steps_of(words: list[str]) -> Callable[[], Any]:
-    """``TURN`` training steps of a configuration."""
+    """``TURN`` training steps of a configuration, after one that initialises the model."""
     config = load_config(words, TrainConfig)
     text = encoded(config.data)
     model, optimiser = build(config, text.vocab_size)
-    return partial(
-        train, model, text.train, optimiser, num_steps=TURN, seed=0, grad_clip=GRAD_CLIP,
+    steps = partial(
+        train, model, text.train, optimiser, seed=0, grad_clip=GRAD_CLIP,
         batch_size=config.data.batch_size,
     )  # fmt: skip
+    steps(num_steps=1)
+    return partial(steps, num_steps=TURN, is_fresh=False)
 
 
 def build(config: TrainConfig, vocab_size: int) -> tuple[CharTransformer, Optimizer]:

@@ -207,10 +207,11 @@ def train(
     schedule: LRScheduler | None = None,
     grad_clip: float | None = None,
     penalty: Callable[[Layer, Tensor], Tensor] | None = None,
+    is_fresh: bool = True,
 ) -> list[float]:
     """Minimise mean nats per character on the windows of a text; stop at a loss that is not finite.
 
-    The model is freshly built; the first batch initialises it. ``schedule`` is moved once
+    The first batch initialises a fresh model. ``schedule`` is moved once
     per step; ``penalty`` of an attention layer and its input is added for every layer.
 
     Returns:
@@ -223,7 +224,7 @@ def train(
     windows = TrainingWindows(tokens, model.seq_len, batch_size, seed)
     for step in progress(range(num_steps), "training"):
         inputs, targets = (part.to(device) for part in windows.batch(step))
-        if step == 0:
+        if is_fresh and step == 0:
             model.initialise(inputs)
         with recorded_inputs(model) if penalty else nullcontext([]) as layers:
             logits = model(inputs)
