@@ -18,6 +18,14 @@ def test_states_are_rounded_to_the_bits_asked_for() -> None:
     assert torch.allclose(noise.norm(dim=-1), 0.5 * z.square().sum(-1).mean().sqrt())
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_noise_has_no_direction_of_an_embedding_that_was_drawn_by_the_same_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    embedding = torch.nn.Embedding(20, 64).weight.detach()
+    noise = perturb(torch.ones(20, 64), 1.0, None, seed)[0] - 1
+    assert torch.cosine_similarity(noise, embedding).abs().max() < 0.7
+
+
 def test_levels_beyond_half_precision_move_its_states_by_at_most_half_a_level() -> None:
     z = torch.randn(50, 8, dtype=torch.float16)
     level = (z.max() - z.min()).item() / (2**16 - 1)
