@@ -30,7 +30,7 @@ RECIPES = {
     "contractive_bounded, strictly causal": ["experiment=nanogpt_cpu_causal"],
     "the same, eight heads, width 128": [
         "experiment=nanogpt_cpu_causal", "model.num_heads=8", "model.d_model=128",
-        "model.d_ff=512",
+        "model.d_ff=520",
     ],
     "dot product": [
         "experiment=nanogpt_cpu", "model=dot_product", "model.num_heads=8", "optim.muon_lr=1e-2",

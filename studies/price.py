@@ -33,7 +33,7 @@ KINDS = {
     " model.d_head=10 model.d_ff=148",
     # Half the heads, and so a shorter step.
     "eight_heads": "experiment=nanogpt_cpu_causal model.num_heads=8 model.d_model=128"
-    " model.d_ff=512",
+    " model.d_ff=520",
     "token_max": "experiment=nanogpt_cpu",  # branches ≤ 0.5
     "plain": "experiment=nanogpt_cpu_causal model.diagonal_scaling=false",  # Euclidean norm
     TWIN: "experiment=nanogpt_cpu model=dot_product model.num_heads=8 model.activation=gelu",

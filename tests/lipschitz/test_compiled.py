@@ -202,4 +202,4 @@ def test_an_estimate_takes_few_launches_the_same_at_any_depth(preset: str) -> No
             probe.values(weights=weights)
         assert syncs.found == []
         counts.append(launches.count)
-    assert counts[0] == counts[1] == counts[2] <= 13
+    assert counts[0] == counts[1] == counts[2] <= (13 if preset == "l2" else 12)

@@ -98,12 +98,14 @@ def test_a_connection_error_outside_a_rank_is_no_lost_rank(
 
 NO, LOST, BUG = errors.DataError("x: no"), errors.RankLost("another is gone"), KeyError("x")
 OTHER, TOLD = errors.DataError("y: no"), errors.Interrupted(15, 3, "x")
+REFUSED = errors.ConfigurationError("x: no")
 
 
 @pytest.mark.parametrize(
     ("ends", "says"),
     [
         ([NO, NO, NO], ["x: no"]),
+        ([REFUSED, REFUSED, REFUSED], ["x: no"]),
         ([LOST, LOST], ["another is gone"]),
         ([TOLD, TOLD], ["interrupted"]),
         ([NO, LOST, TOLD], ["x: no"]),
@@ -117,7 +119,7 @@ def test_ranks_of_torchrun_say_once_what_all_have_and_lose_nothing_that_one_has(
 ) -> None:  # fmt: skip
     for rank, error in enumerate(ends):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
-        assert guarded(raising(error), debug=False) > 0
+        assert guarded(raising(error), debug=False) == getattr(error, "exit_code", 1)
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith(f"error: {start}") for line, start in zip(lines, says, strict=True))
 

@@ -8,8 +8,8 @@ from studies import damage
 from studies.damage import Case
 
 
-def case(kind: str, level: float) -> Case:
-    return Case("ours", kind, level, 2, 3, 0)
+def case(kind: str, level: float, seed: int = 0) -> Case:
+    return Case("ours", kind, level, 2, 3, seed)
 
 
 def test_rounding_a_window_is_what_the_command_does_and_bounds_on_damage_hold() -> None:
@@ -26,8 +26,7 @@ def test_rounding_a_window_is_what_the_command_does_and_bounds_on_damage_hold() 
 def test_fine_rounding_costs_nothing_and_under_heavy_noise_nothing_proven_is_wrong() -> None:
     clean = damage.measure(case("bits", 20), torch.device("cpu"))
     assert clean.search == clean.few == clean.at_once == clean.proven == 1
-    worst = damage.measure(case("noise", 30), torch.device("cpu"))
+    worst = damage.measure(case("noise", 30, seed=1), torch.device("cpu"))
     assert worst.search < 1
-    assert worst.wrong == 0
-    assert worst.proven < 0.1
+    assert worst.wrong == worst.proven == 0
     assert (clean.beyond_radius, worst.beyond_radius) == (0, 1)

@@ -16,14 +16,6 @@ void pull(T* out, Panels<T> m, const T* x) {
     tile<T, 1, 2>({out + j, 1}, {x, 1}, {m.panel(j), PANEL<T>}, m.rows, false);
 }
 
-template <typename Total, typename T>
-Total dot(const T* x, const T* y, int64_t n) {
-  Total total = 0;
-#pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < n; ++i) total += Total(x[i]) * y[i];
-  return total;
-}
-
 template <typename T>
 void to_unit(T* x, int64_t n) {
   const double l = std::sqrt(dot<double>(x, x, n));

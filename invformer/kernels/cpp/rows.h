@@ -87,15 +87,6 @@ void of_softmax(T* s, const T* p, T tau, int64_t keys) {
   for (int64_t j = 0; j < keys; ++j) s[j] = tau * p[j] * (s[j] - mean);
 }
 
-// Σ_j x_j y_j.
-template <typename T>
-T dot(const T* x, const T* y, int64_t count) {
-  T total = 0;
-#pragma omp simd reduction(+ : total)
-  for (int64_t j = 0; j < count; ++j) total += x[j] * y[j];
-  return total;
-}
-
 // One head of a row of attention: token i, its P and keys, and its channels of z.
 template <typename T>
 struct Head {
@@ -138,7 +129,7 @@ struct Head {
         dq[i] -= own;
       } else {
         T *const dk = dz.at(outer + c), *const dv = dz.at(2 * outer + c);
-        dq[i] = dot(s, k.at(c), keys);
+        dq[i] = dot<T>(s, k.at(c), keys);
         for (int64_t j = 0; j < keys; ++j) {
           dk[j] = s[j] * q_i;
           dv[j] = p[j] * a_c;

@@ -100,6 +100,15 @@ inline void transpose(Vector<T>* rows) {
   }
   if constexpr (DISTANCE > 1) transpose<T, DISTANCE / 2>(rows);
 }
+// Σ_i x_i y_i, summed in another format perhaps.
+template <typename Total, typename T>
+Total dot(const T* x, const T* y, int64_t n) {
+  Total total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < n; ++i) total += Total(x[i]) * y[i];
+  return total;
+}
+
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // exp x for x ≤ 0, to about one unit in the last place: x = n log 2 + r, |r| ≤ log(2)/2, and the
