@@ -48,7 +48,7 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, single_precision: None, without_plots: None) -> Path:
     """A folder with the text of small runs."""
-    from tests.small_runs import write_text
+    from tests.support.small_runs import write_text
 
     write_text(tmp_path)
     return tmp_path
@@ -93,7 +93,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--check-shapes"):
-        from tests import shapes
+        from tests.support import shapes
 
         # Before the first test module is imported: the hook decorates modules as they load.
         jaxtyping.install_import_hook(

@@ -16,10 +16,10 @@ from invformer.errors import CheckpointError
 from invformer.runs.checkpoint import WEIGHTS, read_checkpoint
 from invformer.runs.encoding import pack
 from invformer.runs.run_log import read_rows
-from tests import small_runs
-from tests.processes import ROOT, python
-from tests.saved_runs import evaluated
-from tests.small_runs import built, fitted, newest, write_text
+from tests.support import small_runs
+from tests.support.processes import ROOT, python
+from tests.support.saved_runs import evaluated
+from tests.support.small_runs import built, fitted, newest, write_text
 
 # While Dynamo traces, it does what PyTorch warns of.
 COMPILES = (pytest.mark.slow, pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))

@@ -25,10 +25,10 @@ from invformer.errors import (
     StorageError,
 )
 from invformer.model import read_states, write_states
-from tests import fake_hub
-from tests.processes import python
 from tests.runs.hostile import flipped
-from tests.small_runs import fitted, options, write_text
+from tests.support import fake_hub
+from tests.support.processes import python
+from tests.support.small_runs import fitted, options, write_text
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 

@@ -16,8 +16,8 @@ from invformer import errors
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig
-from tests.processes import ROOT
-from tests.small_runs import fitted
+from tests.support.processes import ROOT
+from tests.support.small_runs import fitted
 
 
 def read(page: str) -> str:

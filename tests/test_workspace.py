@@ -6,7 +6,7 @@ import yaml
 from invformer.config.load import load_config
 from invformer.runs.wandb_logger import OVERVIEW
 from invformer.workspace import WorkspaceConfig, build
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other library's models

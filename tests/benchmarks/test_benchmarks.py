@@ -16,7 +16,7 @@ from benchmarks.plots import growth, plot_growth
 from benchmarks.table import HEAD, line, table
 from benchmarks.table import main as print_table
 from benchmarks.timing import Spread, in_turns, paired
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 CPU = torch.device("cpu")
 TINY = Case(seq_len=16, d_model=16, num_layers=1, num_heads=2, batch_size=2)

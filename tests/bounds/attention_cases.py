@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from invformer.numerics import l2_attention as core
-from tests.problems import AttentionProblem
+from tests.support.problems import AttentionProblem
 
 MASKS = ("none", "causal", "causal and relative")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from invformer.bounds import bounded
 from invformer.numerics.ball import AttentionPoint, attention_point
 from invformer.numerics.norms import NORMS
-from tests.problems import (
+from tests.support.problems import (
     attend_in_ball,
     diagonal_norm,
     jacobian,

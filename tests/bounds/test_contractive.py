@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from invformer.bounds import contractive
 from invformer.bounds.contractive import diagonal_gains, phi_inverses
 from invformer.nn.position_bias import RelativePositionBias
-from tests.problems import (
+from tests.support.problems import (
     AttentionProblem,
     attention_problems,
     best_two_sided_gap,

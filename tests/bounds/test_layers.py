@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from invformer.bounds.layers import ACTIVATION_SLOPE, feed_forward_bounds
 from invformer.nn.feed_forward import ACTIVATIONS
 from invformer.numerics.norms import NORMS, Norm
-from tests.problems import jacobian, matrix_with, norm_from_below, of_one_layer
+from tests.support.problems import jacobian, matrix_with, norm_from_below, of_one_layer
 
 
 def gelu(x: mpmath.mpf) -> mpmath.mpf:

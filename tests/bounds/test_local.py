@@ -12,7 +12,7 @@ from invformer.lipschitz.power_iteration import operator_norm
 from invformer.numerics.lambert_w import phi_inverse_from_log
 from invformer.numerics.linear_map import linearise
 from tests.bounds.attention_cases import MASKS, AttentionCase, attention_case, logit_bias
-from tests.problems import dense_jacobian, of_one_layer
+from tests.support.problems import dense_jacobian, of_one_layer
 
 FROBENIUS_BOUNDS = {
     "fast": local.fast_local_bound,

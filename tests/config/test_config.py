@@ -21,7 +21,7 @@ from invformer.config.schema import ModelConfig, OptimConfig, RunConfig, TrainCo
 from invformer.config.section import Root, options, required_part
 from invformer.config.trained import EvaluateConfig
 from invformer.errors import ConfigurationError
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 PRESETS = sorted((ROOT / "configs").glob("*/*.yaml"))
 EVALUATE = ["checkpoint=checkpoints/a"]

@@ -7,8 +7,8 @@ import pytest
 import invformer
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
-from tests.saved_runs import evaluated
-from tests.small_runs import TEXT, built, fitted, options
+from tests.support.saved_runs import evaluated
+from tests.support.small_runs import TEXT, built, fitted, options
 
 GREEK = f"{TEXT}∫ π dx; {TEXT[:200]}"
 

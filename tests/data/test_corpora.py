@@ -14,10 +14,10 @@ from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.files import files_below
 from invformer.errors import DataError
-from tests import fake_hub
 from tests.data.texts import corpus_at, whole, write
-from tests.fake_wandb import FakeServer
-from tests.processes import python
+from tests.support import fake_hub
+from tests.support.fake_wandb import FakeServer
+from tests.support.processes import python
 
 TEXT = "".join(f"line {i}: naïve “text”\r\n" for i in range(100)) + "\n\nno newline at the end"
 

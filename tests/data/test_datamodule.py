@@ -17,7 +17,7 @@ from invformer.data.corpus import Corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
-from tests.small_runs import own_trainer
+from tests.support.small_runs import own_trainer
 
 pytestmark = [  # Lightning's calls into PyTorch, and its advice
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),

@@ -14,7 +14,7 @@ from invformer.data.tokens import tokens_of
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError, StorageError
 from tests.data.texts import corpus_at, write
-from tests.processes import python
+from tests.support.processes import python
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
 

@@ -11,7 +11,7 @@ import torch
 from invformer.errors import CheckpointError
 from invformer.runs.checkpoint import MANIFEST, MODEL, STATE_TENSORS, WEIGHTS, read_checkpoint
 from tests.runs.hostile import edit_json
-from tests.saved_runs import NO_STATE, write_checkpoint
+from tests.support.saved_runs import NO_STATE, write_checkpoint
 
 BEST, NEWEST = "step-00000004", "step-00000006"
 IS_GONE = r"checkpoints: the best checkpoint is not there any more"

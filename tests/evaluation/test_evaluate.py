@@ -13,8 +13,8 @@ from invformer.errors import CertificateViolation, NonFiniteError, StorageError
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.report import print_table
 from invformer.page import keep
-from tests.nn.builders import contractive_model, random_tokens
-from tests.saved_runs import SUMS, Saved, evaluated
+from tests.support.builders import contractive_model, random_tokens
+from tests.support.saved_runs import SUMS, Saved, evaluated
 
 QUICK = ("evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0")
 pytestmark = pytest.mark.usefixtures("single_precision")

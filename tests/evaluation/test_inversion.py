@@ -10,7 +10,7 @@ import torch
 from invformer.errors import CertificateViolation
 from invformer.evaluation.inversion import round_trip
 from invformer.nn.proof import certify
-from tests.nn.builders import VOCAB, contractive_model, random_tokens, trained_a_little
+from tests.support.builders import VOCAB, contractive_model, random_tokens, trained_a_little
 
 
 @pytest.mark.parametrize("bounded", [False, True])

@@ -9,7 +9,7 @@ import torch
 
 from invformer.evaluation.report import comparison, print_comparison, summary_values
 from invformer.page import keep, keep_comparison, page
-from tests.saved_runs import Saved
+from tests.support.saved_runs import Saved
 from tests.training.test_plots import write_metrics
 
 

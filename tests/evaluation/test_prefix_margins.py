@@ -33,7 +33,7 @@ from invformer.numerics import enclosure
 from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.pairs import Pair, paired
 from invformer.numerics.precision import denormals_flushed
-from tests.nn.builders import (
+from tests.support.builders import (
     SEQ_LEN,
     VOCAB,
     contractive_model,

@@ -18,9 +18,9 @@ from invformer.evaluation.report import print_table
 from invformer.runs.checkpoint import MODEL, read_checkpoint
 from invformer.runs.encoding import described
 from tests.evaluation.test_evaluate import QUICK
-from tests.processes import ROOT
 from tests.runs.hostile import edit_json
-from tests.saved_runs import TEXT_FILE, Saved, evaluated, save_run
+from tests.support.processes import ROOT
+from tests.support.saved_runs import TEXT_FILE, Saved, evaluated, save_run
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 

@@ -180,7 +180,7 @@ def runs(machine: Machine) -> Iterator[Row]:
     """Twenty steps wait for nothing; a run continues to the same bits, watched or not."""
     import lightning as L
 
-    from tests.small_runs import Waits
+    from tests.support.small_runs import Waits
 
     class Stop(L.Callback):
         """Ends a run after a step that nothing was saved at."""

@@ -36,7 +36,7 @@ def steps(machine: Machine) -> Iterator[Row]:
     """Training steps under bf16: rates, utilisation, launches, memory."""
     from benchmarks.models import build
     from benchmarks.tasks import Training
-    from tests.launches import Launches
+    from tests.support.launches import Launches
 
     for tokens in LENGTHS if machine.is_gpu else LENGTHS[:1]:
         case = case_of(machine, tokens)

@@ -6,7 +6,7 @@ import torch
 
 from invformer.numerics.l2_attention import l2_attention
 from tests.gpu.emulation import cuda_rules
-from tests.host_syncs import waits
+from tests.support.host_syncs import waits
 
 
 def test_sums_roots_and_norms_are_in_single_precision_under_autocast_alone() -> None:

@@ -9,7 +9,7 @@ import torch
 from invformer.kernels import native, native_matrices, normaliser
 from invformer.kernels.normaliser import Normalisation, gram_normalisers
 from invformer.numerics.precision import denormals_flushed
-from tests.problems import matrix_with, trained_like
+from tests.support.problems import matrix_with, trained_like
 
 ZOO = {
     "gaussian": lambda: torch.randn(48, 48),

@@ -13,10 +13,8 @@ from invformer.lipschitz import compiled
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, PreNormBlock
 from invformer.nn.spectral import set_manual_refresh
-from tests.host_syncs import HostSyncs
 from tests.kernels.test_attention import needs_compiler
-from tests.launches import Launches
-from tests.nn.builders import (
+from tests.support.builders import (
     VOCAB,
     WIDTH,
     baseline,
@@ -28,6 +26,8 @@ from tests.nn.builders import (
     random_tokens,
     trained_a_little,
 )
+from tests.support.host_syncs import HostSyncs
+from tests.support.launches import Launches
 
 pytestmark = needs_compiler
 

@@ -20,9 +20,7 @@ from invformer.nn import (
 )
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.numerics.norms import NORMS
-from tests.host_syncs import HostSyncs
-from tests.launches import Launches
-from tests.nn.builders import (
+from tests.support.builders import (
     SEQ_LEN,
     VOCAB,
     WIDTH,
@@ -36,7 +34,9 @@ from tests.nn.builders import (
     scaled_model,
     trained_a_little,
 )
-from tests.problems import dense_jacobian, diagonal_norm, norm_from_below
+from tests.support.host_syncs import HostSyncs
+from tests.support.launches import Launches
+from tests.support.problems import dense_jacobian, diagonal_norm, norm_from_below
 
 
 def windowed_baseline() -> CharTransformer:

@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.kills import MODELS, kill_and_resume, undisturbed
-from tests.small_runs import write_text
-from tests.zygote import Zygote
+from tests.support.kills import MODELS, kill_and_resume, undisturbed
+from tests.support.small_runs import write_text
+from tests.support.zygote import Zygote
 
 
 def main() -> int:

@@ -16,8 +16,8 @@ from invformer.nn import (
 )
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.numerics.norms import NORMS
-from tests.nn.builders import mask_of, moved
-from tests.problems import diagonal_norm, jacobian, norm_from_below, paper_attention
+from tests.support.builders import mask_of, moved
+from tests.support.problems import diagonal_norm, jacobian, norm_from_below, paper_attention
 
 WIDTH, HEADS, SEQ_LEN, TARGET = 6, 2, 7, 0.7
 

@@ -7,8 +7,8 @@ import torch
 
 from invformer.bounds import bounded
 from invformer.nn.bounded_attention import BoundedAttention
-from tests.nn.builders import mask_of, moved
-from tests.problems import attend_in_ball, jacobian, of_one_layer
+from tests.support.builders import mask_of, moved
+from tests.support.problems import attend_in_ball, jacobian, of_one_layer
 
 TOKENS, WIDTH, HEADS, D_HEAD = 7, 12, 3, 5
 

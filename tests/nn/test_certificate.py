@@ -23,8 +23,7 @@ from invformer.nn import (
 from invformer.nn.branch import LipschitzBranch
 from invformer.numerics.norms import NORMS, Norm
 from tests.gpu.emulation import cuda_rules
-from tests.launches import Launches
-from tests.nn.builders import (
+from tests.support.builders import (
     SEQ_LEN,
     WIDTH,
     baseline,
@@ -34,7 +33,8 @@ from tests.nn.builders import (
     scaled_model,
     trained_a_little,
 )
-from tests.problems import dense_jacobian
+from tests.support.launches import Launches
+from tests.support.problems import dense_jacobian
 
 
 @pytest.mark.parametrize("norm", NORMS)

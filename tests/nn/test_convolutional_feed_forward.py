@@ -10,7 +10,7 @@ from invformer.lipschitz.local_bounds import local_bound
 from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, FeedForward
 from invformer.numerics.norms import NORMS
 from invformer.numerics.token_shift import advance, delay
-from tests.problems import diagonal_norm, jacobian, norm_from_below
+from tests.support.problems import diagonal_norm, jacobian, norm_from_below
 
 TOKENS, WIDTH, HIDDEN, TARGET = 6, 5, 11, 0.9
 

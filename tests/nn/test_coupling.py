@@ -3,8 +3,8 @@
 import torch
 
 from invformer.nn import CouplingStack
-from tests.nn.builders import SEQ_LEN, coupling, trained_a_little
-from tests.problems import dense_jacobian
+from tests.support.builders import SEQ_LEN, coupling, trained_a_little
+from tests.support.problems import dense_jacobian
 
 
 def test_the_inverse_undoes_the_stack_and_the_stack_the_inverse() -> None:

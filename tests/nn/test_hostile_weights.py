@@ -25,7 +25,7 @@ from invformer.nn import (
     enforce,
 )
 from invformer.nn.transformer import CharEmbedding, CharTransformer
-from tests.nn.builders import contractive_model, random_tokens, scaled_model, trained_a_little
+from tests.support.builders import contractive_model, random_tokens, scaled_model, trained_a_little
 
 WIDTH, TOKENS, SYMBOLS, TARGET = 16, 16, 60, 0.9
 

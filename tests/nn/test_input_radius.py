@@ -5,8 +5,8 @@ import torch
 
 from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
-from tests.nn.builders import SEQ_LEN, contractive_model, random_tokens, trained_a_little
-from tests.problems import dense_jacobian
+from tests.support.builders import SEQ_LEN, contractive_model, random_tokens, trained_a_little
+from tests.support.problems import dense_jacobian
 
 # Small enough to bend: tokens of these models have a length of about √12.
 RADIUS = 2.0

@@ -17,7 +17,7 @@ from invformer.nn import (
 )
 from invformer.numerics.fixed_point_solution import InversionStatus
 from invformer.numerics.norms import vector_norm
-from tests.nn.builders import (
+from tests.support.builders import (
     SEQ_LEN,
     WIDTH,
     contractive_model,
@@ -26,7 +26,7 @@ from tests.nn.builders import (
     scaled_model,
     trained_a_little,
 )
-from tests.problems import dense_jacobian
+from tests.support.problems import dense_jacobian
 
 EVERY_KIND = [
     contractive_model,

@@ -12,9 +12,9 @@ from invformer.evaluation.lipschitz import measured_branches
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, NoCertificateError, certify
 from invformer.nn.position_bias import RelativePositionBias
-from tests.nn.builders import SEQ_LEN, VOCAB, random_tokens, trained_a_little
 from tests.nn.position_attention import PositionAttention
-from tests.problems import dense_jacobian
+from tests.support.builders import SEQ_LEN, VOCAB, random_tokens, trained_a_little
+from tests.support.problems import dense_jacobian
 
 
 class Untold(PositionAttention):

@@ -5,7 +5,7 @@ import torch
 
 from invformer.errors import ConfigurationError
 from invformer.nn.quantised import packed, quantised, rounded, unpacked
-from tests.nn.builders import scaled_model, trained_a_little
+from tests.support.builders import scaled_model, trained_a_little
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

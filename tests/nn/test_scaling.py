@@ -8,7 +8,7 @@ import torch
 from invformer.errors import NonFiniteError
 from invformer.nn import certify, enforce, residual
 from invformer.nn.scaling import INITIAL_OUTPUT_DEVIATION
-from tests.nn.builders import (
+from tests.support.builders import (
     SEQ_LEN,
     WIDTH,
     random_tokens,
@@ -16,7 +16,7 @@ from tests.nn.builders import (
     small_model,
     trained_a_little,
 )
-from tests.problems import dense_jacobian
+from tests.support.problems import dense_jacobian
 
 MODELS = [
     {},

@@ -10,7 +10,7 @@ from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers, set_manual_refresh
 from tests.gpu.emulation import cuda_rules
-from tests.launches import Launches
+from tests.support.launches import Launches
 
 
 def test_the_gradient_is_that_of_the_weight_over_its_spectral_norm() -> None:

@@ -11,7 +11,7 @@ from invformer.nn import CharEmbedding, CharTransformer, certify
 from invformer.nn.spectral import set_manual_refresh
 from invformer.nn.transformer import sampled
 from invformer.numerics.precision import denormals_flushed
-from tests.nn.builders import (
+from tests.support.builders import (
     SEQ_LEN,
     VOCAB,
     baseline,

@@ -11,7 +11,7 @@ from invformer.numerics.error_bound import (
     scale_step,
     stack_error_bound,
 )
-from tests.launches import Launches
+from tests.support.launches import Launches
 
 
 def test_the_stack_bound_is_the_recursion_written_out() -> None:

@@ -19,8 +19,8 @@ from invformer.numerics.fixed_point_solution import (
 )
 from invformer.numerics.norms import NORMS, Norm, vector_norm
 from invformer.numerics.precision import denormals_flushed, unit_roundoff
-from tests.host_syncs import HostReads
 from tests.numerics.contractions import orthogonal, two_layers
+from tests.support.host_syncs import HostReads
 
 CONSTANTS = (0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
 TOKEN_MAX: dict[str, Any] = {"norm": "token_max", "throw": False}

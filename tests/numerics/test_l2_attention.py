@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from invformer.numerics.l2_attention import attention_weights, l2_attention
-from tests.problems import l2_attention_values, plain_bias
+from tests.support.problems import l2_attention_values, plain_bias
 
 H, N, D_HEAD = 3, 6, 4
 CAUSAL = plain_bias(1, N, causal=True)

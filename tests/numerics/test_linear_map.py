@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from invformer.numerics.linear_map import linearise
-from tests.problems import dense_jacobian
+from tests.support.problems import dense_jacobian
 
 N, D = 4, 3
 

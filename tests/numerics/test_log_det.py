@@ -9,7 +9,7 @@ import torch
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.log_det import causal_log_det
 from tests.numerics.contractions import orthogonal
-from tests.problems import dense_jacobian
+from tests.support.problems import dense_jacobian
 
 
 def causal_attention(heads: int = 2, width: int = 6) -> Callable[[torch.Tensor], torch.Tensor]:

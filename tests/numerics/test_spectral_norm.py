@@ -18,7 +18,7 @@ from invformer.numerics.spectral_norm import (
     tall_side,
 )
 from tests.gpu.emulation import cuda_rules
-from tests.problems import matrix_with, trained_like
+from tests.support.problems import matrix_with, trained_like
 
 
 @pytest.fixture(params=[nullcontext, cuda_rules])

@@ -8,7 +8,7 @@ from typing import Any
 
 from invformer.commands import COMMANDS, run
 from invformer.runs.ranks import is_rank
-from tests.small_runs import without_plots
+from tests.support.small_runs import without_plots
 
 STEP = 6
 

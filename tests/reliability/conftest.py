@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills import undisturbed
-from tests.small_runs import write_text
-from tests.zygote import Zygote
+from tests.support.kills import undisturbed
+from tests.support.small_runs import write_text
+from tests.support.zygote import Zygote
 
 
 @pytest.fixture(scope="session")

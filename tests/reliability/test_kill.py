@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills import MODELS, kill_and_resume
-from tests.zygote import Zygote
+from tests.support.kills import MODELS, kill_and_resume
+from tests.support.zygote import Zygote
 
 KILLS = 3
 

@@ -13,9 +13,9 @@ import pytest
 
 from invformer.runs.launcher import conclusion
 from invformer.runs.run_log import read_rows
-from tests.processes import ROOT
-from tests.small_runs import DROPOUT, difference, options
-from tests.zygote import Zygote
+from tests.support.processes import ROOT
+from tests.support.small_runs import DROPOUT, difference, options
+from tests.support.zygote import Zygote
 
 PROGRAM, TRAIN = "tests.reliability.rank_program", "tests.reliability.broken_train"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills import FAST
-from tests.small_runs import difference, newest, options, without_plots
-from tests.zygote import Zygote
+from tests.support.kills import FAST
+from tests.support.small_runs import difference, newest, options, without_plots
+from tests.support.zygote import Zygote
 
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
 MODULE = "invformer.training.module"

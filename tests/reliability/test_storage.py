@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills import FAST
-from tests.processes import ROOT
-from tests.small_runs import DROPOUT, difference, newest, options, without_plots, write_text
-from tests.zygote import Zygote
+from tests.support.kills import FAST
+from tests.support.processes import ROOT
+from tests.support.small_runs import DROPOUT, difference, newest, options, without_plots, write_text
+from tests.support.zygote import Zygote
 
 WRITES = 9  # files written before the disk is full: one checkpoint, and a part of the next
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_wandb import FakeServer, refused
-from tests.small_runs import DROPOUT, difference, options, without_plots
-from tests.zygote import Zygote
+from tests.support.fake_wandb import FakeServer, refused
+from tests.support.small_runs import DROPOUT, difference, options, without_plots
+from tests.support.zygote import Zygote
 
 KEY = "5ec2e7" * 6 + "abcd"
 TOKEN = "hf_5ec2e7secret5ec2e7"
@@ -139,7 +139,7 @@ def test_a_client_process_that_dies_takes_nothing_with_it(
 def mortal() -> None:
     """Called in a run before it starts: W&B's own process is killed before the last step."""
     from invformer.runs.wandb_logger import WandbLogger
-    from tests.small_runs import STEPS
+    from tests.support.small_runs import STEPS
 
     patient()
     log = WandbLogger.log_metrics

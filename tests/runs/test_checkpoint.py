@@ -39,8 +39,8 @@ from invformer.runs.checkpoint import (
 )
 from invformer.runs.contained import in_background
 from tests.runs.hostile import ATTACKS, Attack, flipped, seal
-from tests.saved_runs import NO_STATE, save_run, write_checkpoint
-from tests.small_runs import newest
+from tests.support.saved_runs import NO_STATE, save_run, write_checkpoint
+from tests.support.small_runs import newest
 
 METADATA: dict[str, Any] = {"config": {}, "vocabulary": {}, "data_sha256": "0"}
 WANTED = {"w": torch.empty(100, dtype=torch.float64)}

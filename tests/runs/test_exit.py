@@ -13,7 +13,7 @@ import torch
 from invformer import errors
 from invformer.runs.console import Console, PrintableFormatter, lasting
 from invformer.runs.exit import guarded
-from tests.processes import python
+from tests.support.processes import python
 
 
 def raising(error: BaseException) -> Callable[..., None]:

@@ -19,7 +19,7 @@ from invformer.runs.run_directory import expand_home, open_run
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import open_wandb
 from invformer.training.plots import plot_run
-from tests.small_runs import write_rows
+from tests.support.small_runs import write_rows
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "config.yaml": lambda run: replace_file(run / "config.yaml", "a: 1"),

@@ -17,7 +17,7 @@ from invformer.runs.interruption import check_everywhere
 from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Rows
-from tests.small_runs import StopAt, built, options
+from tests.support.small_runs import StopAt, built, options
 
 BRANCH = "lipschitz_branches/block_00/attention"
 

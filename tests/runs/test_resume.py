@@ -29,10 +29,10 @@ from invformer.runs.checkpoint import (
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
 from invformer.training.fit import fit
-from tests import small_runs
 from tests.runs.hostile import edit_json, flipped
-from tests.saved_runs import write_checkpoint
-from tests.small_runs import TEXT, StopAt, built, write_text
+from tests.support import small_runs
+from tests.support.saved_runs import write_checkpoint
+from tests.support.small_runs import TEXT, StopAt, built, write_text
 
 pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")
 SHORT = ("trainer.max_steps=6", "trainer.val_every=2", "monitor.inversion=false")

@@ -12,7 +12,7 @@ import pytest
 from invformer.errors import StorageError
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_log import read_rows
-from tests.small_runs import write_rows
+from tests.support.small_runs import write_rows
 
 
 def test_a_resumed_run_replaces_the_rows_it_is_about_to_repeat(tmp_path: Path) -> None:

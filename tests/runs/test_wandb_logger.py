@@ -24,7 +24,7 @@ from invformer.runs.wandb_logger import (
 )
 from invformer.training.fit import fit
 from tests.runs.wandb_records import charts, read_records
-from tests.small_runs import built, fitted, options, write_text
+from tests.support.small_runs import built, fitted, options, write_text
 
 CONFIG = {"config": {"model": {"d_model": 24, "name": "l2"}}, "command": "python train.py"}
 

@@ -6,7 +6,7 @@ from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.model import TrainedModel
 from studies import damage, steering
-from tests.nn.builders import random_tokens, scaled_model, trained_a_little
+from tests.support.builders import random_tokens, scaled_model, trained_a_little
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from invformer.config.schema import TrainConfig
 from invformer.errors import InvformerError
 from studies import ablation
 from studies.ablation import VARIANTS, Case, Options, Result, cases, measure, summarise
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 CPU = torch.device("cpu")
 

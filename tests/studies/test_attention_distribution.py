@@ -34,7 +34,7 @@ from studies.layer_bounds import (
     dot_product_terms,
     heads_of,
 )
-from tests.problems import dense_jacobian
+from tests.support.problems import dense_jacobian
 
 CPU = torch.device("cpu")
 Kind = Literal["dot_product", "l2"]

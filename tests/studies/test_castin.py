@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from studies import castin
-from tests.problems import dense_jacobian
+from tests.support.problems import dense_jacobian
 
 N, D = 5, 3
 MASS = torch.tensor([0.1, 0.4, 0.2, 0.25, 0.05], dtype=torch.float64)

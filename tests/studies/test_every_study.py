@@ -15,9 +15,9 @@ from studies import __main__ as listing
 from studies import memory
 from studies.report import Outcome, panels
 from studies.study import main
-from tests.processes import ROOT
-from tests.saved_runs import Saved
-from tests.small_runs import fitted
+from tests.support.processes import ROOT
+from tests.support.saved_runs import Saved
+from tests.support.small_runs import fitted
 
 STUDIES = listing.find_studies(ROOT / "studies")
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(400))

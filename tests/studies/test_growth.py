@@ -15,8 +15,8 @@ from invformer.numerics.ball import into_ball
 from studies import growth
 from studies.growth import Case, Options, cases, measure
 from studies.power_law import fit
-from tests.problems import dense_jacobian
-from tests.saved_runs import Saved
+from tests.support.problems import dense_jacobian
+from tests.support.saved_runs import Saved
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from studies.invertibility import (
     reconstruction_errors,
     summarise,
 )  # fmt: skip
-from tests.problems import dense_jacobian
+from tests.support.problems import dense_jacobian
 
 CPU = torch.device("cpu")
 CASE = Case(

@@ -11,7 +11,7 @@ from invformer.numerics import l2_attention as core
 from studies import jasmin
 from studies.layer_bounds import l2_terms
 from tests.bounds.attention_cases import MASKS, attention_case, logit_bias
-from tests.problems import dense_jacobian
+from tests.support.problems import dense_jacobian
 
 
 def distributions(size: int) -> Tensor:

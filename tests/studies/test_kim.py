@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from invformer.bounds import contractive
 from invformer.nn.kim_attention import paper_output_map
 from studies.kim import entry_max_bound, log_mass_of
-from tests.problems import (
+from tests.support.problems import (
     AttentionProblem,
     attention_problems,
     jacobian,

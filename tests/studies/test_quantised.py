@@ -5,7 +5,7 @@ import torch
 
 from invformer.nn.proof import enforce
 from studies.quantised import Case, Result, in_bits, summarise
-from tests.nn.builders import baseline, coupling, scaled_model, trained_a_little
+from tests.support.builders import baseline, coupling, scaled_model, trained_a_little
 
 
 @pytest.mark.parametrize("make", [scaled_model, baseline, coupling])

@@ -7,7 +7,7 @@ import torch
 
 from studies import coupling as module
 from studies.coupling import singular_values
-from tests.nn.builders import coupling, random_tokens, trained_a_little
+from tests.support.builders import coupling, random_tokens, trained_a_little
 
 
 def test_singular_values_of_a_coupling_multiply_to_one() -> None:

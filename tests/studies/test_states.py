@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from studies.states import OUTSIDE, Prefix, decode, misfit, undoing
-from tests.nn.builders import (
+from tests.support.builders import (
     SEQ_LEN,
     baseline,
     contractive_model,

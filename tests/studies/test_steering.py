@@ -7,7 +7,7 @@ from invformer.errors import ConfigurationError
 from studies import steering
 from studies.states import undoing
 from studies.steering import Case, Options, measure
-from tests.nn.builders import baseline
+from tests.support.builders import baseline
 
 
 @pytest.mark.usefixtures("certified")

@@ -18,7 +18,7 @@ from invformer.errors import CertificateViolation, ConfigurationError, StorageEr
 from studies import __main__ as listing
 from studies.report import Summary, finished, panels
 from studies.study import Study, StudyOptions, case_of, main, run
-from tests.processes import python
+from tests.support.processes import python
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
 

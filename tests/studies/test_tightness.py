@@ -17,7 +17,7 @@ from studies.tightness import (
     summarise,
     worst_row_sum,
 )
-from tests.problems import dense_jacobian, of_one_layer
+from tests.support.problems import dense_jacobian, of_one_layer
 
 CPU = torch.device("cpu")
 UPPER = {100: 11.515, 200: 13.588, 400: 15.739, 1000: 18.682}

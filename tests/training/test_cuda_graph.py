@@ -18,8 +18,8 @@ from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
 from tests.gpu.emulation import cuda_rules
 from tests.gpu.graphs import noted_graphs
-from tests.nn.builders import contractive_model, random_tokens
-from tests.small_runs import built, options, own_trainer
+from tests.support.builders import contractive_model, random_tokens
+from tests.support.small_runs import built, options, own_trainer
 
 SIZES = ("data.seq_len=16", "data.batch_size=4", "model.d_model=24", "model.num_layers=2")
 STEPS = ("trainer.max_steps=6", "trainer.val_every=3", "optim.ema_decay=0.9")

@@ -15,7 +15,7 @@ from invformer.training.fit import Run, fit
 from invformer.training.guard import UpdateGuard
 from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer
-from tests.small_runs import CONTRACTIVE, DROPOUT, built, newest, options
+from tests.support.small_runs import CONTRACTIVE, DROPOUT, built, newest, options
 
 BAD_STEP, LAST_SAVED = 6, 5
 NAN, INF = float("nan"), float("inf")

@@ -8,8 +8,8 @@ from invformer import commands
 from invformer.errors import DataError
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
-from tests.saved_runs import evaluated
-from tests.small_runs import built, fitted, options
+from tests.support.saved_runs import evaluated
+from tests.support.small_runs import built, fitted, options
 
 OTHER = "".join(f"{i} times {i + 1} is {i * i + i}; " for i in range(56))
 

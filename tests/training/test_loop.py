@@ -15,8 +15,8 @@ from invformer.nn.spectral import normalised
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
-from tests import small_runs
-from tests.small_runs import Waits, built, losses, options, own_trainer
+from tests.support import small_runs
+from tests.support.small_runs import Waits, built, losses, options, own_trainer
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")

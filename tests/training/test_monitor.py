@@ -12,7 +12,7 @@ from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from invformer.training.monitor import LipschitzMonitor, Stopwatch
 from invformer.training.rows import Rows
-from tests.small_runs import built, options, own_trainer
+from tests.support.small_runs import built, options, own_trainer
 
 
 def run_with(folder: Path, *more: str) -> Run:

@@ -12,7 +12,7 @@ from invformer.training.optimizers import (
     split_matrices,
     warmup_cosine,
 )
-from tests.nn.builders import contractive_model
+from tests.support.builders import contractive_model
 
 OPTIONS = {"lr": 1e-2, "muon_lr": 2e-2, "weight_decay": 0.0}
 

@@ -13,8 +13,8 @@ from invformer.training.plots import (
     read_curves,
     running_mean,
 )
-from tests.processes import python
-from tests.small_runs import write_rows
+from tests.support.processes import python
+from tests.support.small_runs import write_rows
 
 BRANCHES = [f"block_0{i}/{kind}" for i in range(2) for kind in ("attention", "feed_forward")]
 LEVELS = {"estimate": 0.1, "local_bound": 0.3, "bound": 0.6}

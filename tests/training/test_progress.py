@@ -13,7 +13,7 @@ from invformer.numerics.rounding import upwards
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, first_words, fit
 from invformer.training.progress import percent
-from tests.small_runs import TEXT, StopAt, built, fitted, options
+from tests.support.small_runs import TEXT, StopAt, built, fitted, options
 
 SHORT = ("trainer.max_steps=20", "trainer.val_every=10", "monitor.flush_every=1")
 CONTRACTIVE = "  bounds ≤ 0\\.\\d{4} proven  recovered 100 %"

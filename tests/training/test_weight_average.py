@@ -12,8 +12,8 @@ from invformer.nn import certify
 from invformer.runs.checkpoint import LEARNING, PREFIX
 from invformer.runs.run_log import read_rows
 from invformer.training.weight_average import WeightAverage
-from tests.launches import Launches
-from tests.small_runs import newest, own_trainer
+from tests.support.launches import Launches
+from tests.support.small_runs import newest, own_trainer
 from tests.training.test_loop import fitted
 
 

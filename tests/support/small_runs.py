@@ -15,7 +15,7 @@ from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_log import Row, read_rows
 from invformer.training.fit import fit
-from tests.host_syncs import waits
+from tests.support.host_syncs import waits
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40))  # 5 steps an epoch
 STEPS, VAL_EVERY = 15, 5  # three epochs; a validation at the end as well

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.small_runs import CONTRACTIVE, DROPOUT, difference, options
-from tests.zygote import Zygote
+from tests.support.small_runs import CONTRACTIVE, DROPOUT, difference, options
+from tests.support.zygote import Zygote
 
-FAST = "tests.small_runs:without_plots"
+FAST = "tests.support.small_runs:without_plots"
 MODELS = {"contractive": CONTRACTIVE, "dropout": DROPOUT}
 MODULE = "invformer.training.module:CharLanguageModel"
 DIRECTORY = "invformer.runs.checkpoint"

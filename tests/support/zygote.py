@@ -1,8 +1,8 @@
 """Real runs of train.py that cost a fork instead of five seconds of imports.
 
-``python -m tests.zygote`` imports everything once. Then, for every line on its standard input (a
-JSON object, see :meth:`Zygote.start`), it forks a child that runs the program, and writes the
-child's process number; when the child ends, its exit code (negative for a signal).
+``python -m tests.support.zygote`` imports everything once. Then, for every line on its standard
+input (a JSON object, see :meth:`Zygote.start`), it forks a child that runs the program, and writes
+the child's process number; when the child ends, its exit code (negative for a signal).
 """
 
 import importlib
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Zygote:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
         environment.pop("WANDB_SERVICE", None)  # that of a test in this process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote"], cwd=ROOT, env=environment, text=True,
+            [sys.executable, "-m", "tests.support.zygote"], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
