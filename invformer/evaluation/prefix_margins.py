@@ -13,7 +13,9 @@ that its forward pass multiplies by.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,25 +36,28 @@ ENOUGH = 16
 
 @dataclass(frozen=True)
 class MarginEvidence:
-    """What states prove about a text, per character."""
+    """What states prove about texts, or about the beginning of one text, per character."""
 
     # Proven lower bound on m_i, arithmetic error included.
-    margin: Float[Tensor, "sequences tokens"]
+    margin: Float[Tensor, "*sequences tokens"]
     # Largest bound on the error of a computed state of this position, ‖·‖₂.
-    arithmetic_error: Float[Tensor, "sequences tokens"]
+    arithmetic_error: Float[Tensor, "*sequences tokens"]
     # Proven upper bound on δ_i, the distance of the text's exact states from those given.
-    distance: Float[Tensor, "sequences tokens"]
+    distance: Float[Tensor, "*sequences tokens"]
     # min over j ≤ i of margin_j − distance_j.
-    radius: Float[Tensor, "sequences tokens"]
+    radius: Float[Tensor, "*sequences tokens"]
     # Whether 2 distance_j < margin_j for all j ≤ i. Where another text differs first, its state is
     # then farther from that given than this text's. If it is known how far the states may be off:
     # whether no other text may have such states up to i. Never for the unknown symbol, which stands
     # for many characters.
-    proven: Bool[Tensor, "sequences tokens"]
+    proven: Bool[Tensor, "*sequences tokens"]
     # The text.
-    tokens: Integer[Tensor, "sequences tokens"]
+    tokens: Integer[Tensor, "*sequences tokens"]
     # Why nothing is proven, where the rounding of a network is not bounded.
     unproven: str | None = None
+
+
+Watch = Callable[[MarginEvidence], object]
 
 
 @torch.no_grad()
@@ -65,6 +70,7 @@ def prefix_margins(
     fit: bool = False,
     entries_within: Float[Tensor, "..."] | float | None = None,
     states_within: Float[Tensor, "..."] | float | None = None,
+    watch: Watch = lambda evidence: None,
 ) -> MarginEvidence:
     """Prove a text by the states at the top of a stack.
 
@@ -83,6 +89,8 @@ def prefix_margins(
             rounding, with room for that of the forward pass; inf where it is lost. A number, or of
             a shape that can be expanded to that of ``states``.
         states_within: how far each state may be off, ‖·‖₂, as for ``tokens``.
+        watch: gets the evidence about ever longer beginnings of a text, one text after the other.
+            What it raises ends the proof, and what it was given stays proven.
     """
     is_known = entries_within is not None or states_within is not None
     entries = as_double(math.inf if entries_within is None else entries_within, states)
@@ -94,25 +102,16 @@ def prefix_margins(
     precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     try:
         with changed(*precision, "highest"), without_autocast(tokens.device):
-            network, accurate = Network(model, tokens.shape[-1], accurate=False), None
-            found = []
-            for text, z, entry, length in zip(tokens, states, entries, lengths, strict=True):
-                given = z, entry, length
-                evidence, suffices = evidence_of(network, text, *given, fit)
-                if not suffices:
-                    accurate = accurate or Network(model, tokens.shape[-1])
-                    evidence, _ = evidence_of(accurate, evidence[-1], *given, fit)
-                found.append(evidence)
+            networks = cache(partial(Network, model, tokens.shape[-1]))
+            given = zip(tokens, states, entries, lengths, strict=True)
+            options = fit, is_known, unknown, watch
+            texts = [evidence_of(networks, *text, *options) for text in given]
     except NotEnclosed as error:
         nan = torch.full(tokens.shape, math.nan, dtype=torch.float64, device=tokens.device)
         nothing = torch.zeros_like(tokens).bool()
         return MarginEvidence(nan, nan, nan, nan, nothing, tokens, str(error))
-    margin, arithmetic_error, distance, radius, alone, tokens = (
-        torch.stack(numbers) for numbers in zip(*found, strict=True)
-    )
-    told_apart = alone if is_known else (2 * distance < margin) & margin.isfinite()
-    proven = told_apart.cumprod(-1).bool() & (tokens != unknown)
-    return MarginEvidence(margin, arithmetic_error, distance, radius, proven, tokens)
+    stacked: Any = map(torch.stack, zip(*texts, strict=True))
+    return MarginEvidence(*stacked)
 
 
 def as_double(bound: Tensor | float, like: Tensor) -> Tensor:
@@ -121,44 +120,58 @@ def as_double(bound: Tensor | float, like: Tensor) -> Tensor:
 
 
 def evidence_of(
-    network: Network,
+    networks: Callable[[bool], Network],
     tokens: Integer[Tensor, "tokens"],
     states: Float[Tensor, "tokens width"],
     entries: Float[Tensor, "tokens width"],
     lengths: Float[Tensor, "tokens"],
     fit: bool,
-) -> tuple[tuple[Tensor, ...], bool]:
-    """Margin, arithmetic error, distance and radius of every character of one text.
+    is_known: bool,
+    unknown: int | None,
+    watch: Watch,
+) -> tuple[Any, ...]:
+    """The tensors of :class:`MarginEvidence` about one text.
 
-    Then whether it alone may have a state within ``entries`` and ``lengths`` of the one given, and
-    the text. All that is followed by whether it suffices: no error is more than a sixteenth of its
-    margin. Where it does not, only the last is sure to be there.
+    ``networks`` has the network in float64, and the accurate one, which is used at positions where
+    an error is more than a sixteenth of its margin.
     """
-    num_symbols, device = len(network.symbols.middle), tokens.device
+    num_symbols, device = len(networks(False).symbols.middle), tokens.device
     everywhere, symbols = (torch.arange(n, device=device) for n in (len(tokens), num_symbols))
-    own, past = network(tokens, everywhere, None)
-    found, suffices = [], True
-    for places in everywhere.split(max(1, ROWS // num_symbols)):
-        compared = compare(network, past, own, states, entries, lengths, places)
-        for _ in range(len(places) if fit else 0):
-            best = compared[-1].argmin(-1)
-            if torch.equal(best, tokens[places]):
-                break
-            tokens = tokens.index_copy(0, places, best)
-            own, past = network(tokens, everywhere, None)
+    pushed: dict[bool, tuple[Enclosure, list[Any]]] = {}  # the text's states, and what is kept
+
+    def at(places: Tensor, accurate: bool) -> tuple[Tensor, ...]:
+        """Margin, error, distance, and whether no other symbol may have a state as given."""
+        nonlocal tokens, pushed
+        network = networks(accurate)
+        while True:  # a symbol that is replaced may change what fits best after it
+            if accurate not in pushed:
+                pushed[accurate] = network(tokens, everywhere, None)
+            own, past = pushed[accurate]
             compared = compare(network, past, own, states, entries, lengths, places)
-        margin, error, excess, _ = compared
+            margin, error, excess, off = compared.unbind()
+            best = off.argmin(-1)
+            if not fit or torch.equal(best, tokens[places]):
+                break
+            tokens, pushed = tokens.index_copy(0, places, best), {}
         is_own = tokens[places, None] == symbols
         margin = margin.masked_fill(is_own, math.inf)
-        suffices = suffices and bool((ENOUGH * error <= margin).all())
-        if not (suffices or fit or network.accurate):
-            return (tokens,), False
+        if not (accurate or bool((ENOUGH * error <= margin).all())):
+            return at(places, accurate=True)
+        distance = (own[places] - constant(states[places])).single().norm_at_most()
         alone = ((excess > 0) != is_own).all(-1)
-        found.append((margin.amin(-1), error.amax(-1), alone))
-    margin, error, alone = (torch.cat(numbers) for numbers in zip(*found, strict=True))
-    distance = (own - constant(states)).single().norm_at_most()
-    radius = (margin - distance).cummin(0).values
-    return (margin, error, distance, radius, alone, tokens), suffices
+        return margin.amin(-1), error.amax(-1), distance, alone
+
+    found: list[tuple[Tensor, ...]] = []
+    evidence: tuple[Any, ...] = ()
+    for places in everywhere.split(max(1, ROWS // num_symbols)):
+        found.append(at(places, accurate=False))
+        margin, error, distance, alone = map(torch.cat, zip(*found, strict=True))
+        told_apart = alone if is_known else (2 * distance < margin) & margin.isfinite()
+        text = tokens[: len(margin)]
+        proven = told_apart.cumprod(-1).bool() & (text != unknown)
+        evidence = margin, error, distance, (margin - distance).cummin(0).values, proven, text
+        watch(MarginEvidence(*evidence))
+    return evidence
 
 
 def compare(

@@ -17,7 +17,7 @@ from invformer.evaluation import enclosed_branches
 from invformer.evaluation import prefix_margins as prefix_module
 from invformer.evaluation.enclosed_branches import activate
 from invformer.evaluation.enclosed_network import Network
-from invformer.evaluation.prefix_margins import prefix_margins
+from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.nn import (
     ActivationNorm,
     ContractiveL2Attention,
@@ -394,6 +394,24 @@ def test_numbers_get_more_digits_where_float64_is_not_enough(
     assert torch.allclose(accurate.margin, fast.margin)
     assert fast.proven.all()
     assert accurate.proven.all()
+
+
+@torch.no_grad()
+def test_who_watches_a_proof_sees_what_is_proven_of_every_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_module, "ROWS", 2 * VOCAB)
+    model, tokens = ready(model_of_the_past), random_tokens(2)
+    states = model.stack(model.embedding(tokens))
+    seen: list[MarginEvidence] = []
+    whole = prefix_margins(model, (tokens + 1) % VOCAB, states, fit=True, watch=seen.append)
+    assert torch.equal(whole.tokens, tokens)
+    ends = [*range(2, SEQ_LEN, 2), SEQ_LEN]
+    assert [len(part.tokens) for part in seen] == ends * 2
+    for index, part in enumerate(seen):
+        text, end = divmod(index, len(ends))
+        for name in ("margin", "distance", "radius", "proven", "tokens"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[text, : ends[end]])
 
 
 @pytest.mark.parametrize("place", [0, 5, SEQ_LEN - 1])
