@@ -10,7 +10,7 @@ batches, as ``train.py`` does it. Then, on the trained model:
 
 Baselines have neither certificate nor c and are trained once. The best learning rates and the best
 configuration are chosen on the split they are scored on, baselines and certified alike. The default
-is 12 small trainings; docs/results-archive.md has the command of a grid of 114.
+is 12 small trainings; docs/results.md has the command of a grid of 114.
 """
 
 import itertools

@@ -29,12 +29,11 @@ def blocks(language: str, text: str) -> list[tuple[str, str]]:
     return re.findall(rf"^```({language})\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-README, RESULTS, NUMERICS, RELIABILITY = map(
-    read, ("README.md", "docs/results.md", "docs/numerics.md", "docs/reliability.md")
-)
+README, NUMERICS, RELIABILITY = map(read, ("README.md", "docs/numerics.md", "docs/reliability.md"))
+RESULTS, EXPERIMENTS = read("docs/results.md"), read("docs/experiments.md")
 PAGES = [
     "README.md", "CONTRIBUTING.md", "checkpoints/README.md", "docs/library.md",
-    "docs/reliability.md", "docs/results.md", "docs/results-archive.md", "docs/log.md",
+    "docs/reliability.md", "docs/results.md", "docs/experiments.md",
 ]  # fmt: skip
 
 
@@ -76,9 +75,20 @@ def test_every_number_of_the_results_table_is_on_the_results_page() -> None:
     assert {number for number in numbers if number not in RESULTS} == set()
 
 
-def test_no_cell_of_the_results_page_is_longer_than_200_characters() -> None:
-    rows = [line for line in RESULTS.splitlines() if line.startswith("|")]
+@pytest.mark.parametrize(("page", "lines"), [(RESULTS, 450), (EXPERIMENTS, 250)])
+def test_a_page_of_results_is_short_and_no_cell_has_more_than_200_characters(
+    page: str, lines: int
+) -> None:
+    rows = [line for line in page.splitlines() if line.startswith("|")]
     assert max(len(cell.strip()) for row in rows for cell in row.split("|")) <= 200
+    assert len(page.splitlines()) <= lines
+
+
+def test_every_row_of_the_experiments_names_a_commit_or_says_that_it_is_a_prototype() -> None:
+    rows = [line for line in EXPERIMENTS.splitlines() if line.startswith("| ")]
+    answers = [row for row in rows if not row.startswith(("| question |", "| ---"))]
+    assert len(answers) > 100
+    assert not [row for row in answers if not re.search(r"\b[0-9a-f]{7}\b|\| \*", row)]
 
 
 def test_every_preset_of_a_group_is_named() -> None:

@@ -13,8 +13,8 @@
 
 L2 logits are computed in float32 or more, because their expansion (2 q_i·q_j − ‖q_j‖²)/√d cancels
 badly in half precision. −‖q_j‖² is one more channel of the keys, multiplied by a one in the
-queries; three bfloat16 channels for it spoil gradients (docs/log.md). ``triton`` multiplies numbers
-of the precision given, and has their sums and ‖q_j‖² in float32.
+queries; three bfloat16 channels for it spoil gradients (docs/experiments.md). ``triton`` multiplies
+numbers of the precision given, and has their sums and ‖q_j‖² in float32.
 """
 
 import math

@@ -40,7 +40,7 @@ def keep_freed_memory() -> bool:
     glibc returns blocks of 32 MiB and more to the system when they are freed. Every activation of a
     larger model is such a block: each step would get them anew, zeroed page by page, which takes
     several percent of its time. The largest resident set of training steps was the same
-    (docs/log.md); a loop that only allocates and frees one block settles after about ten of them.
+    (docs/experiments.md); a loop that only allocates and frees one block settles after about ten.
     """
     trim_threshold, most_mapped_blocks = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     try:
@@ -53,7 +53,7 @@ def keep_freed_memory() -> bool:
 def leave_new_memory_unfilled() -> None:
     """Keep PyTorch from filling new memory with NaN in deterministic runs.
 
-    It does so to reveal reads of unwritten memory, at 2 to 8 % of a training step (docs/log.md). We
-    read none: a test fills it and sees the same bits.
+    It does so to reveal reads of unwritten memory, at up to 12 % of a step
+    (docs/experiments.md). We read none: a test fills it and sees the same bits.
     """
     torch._C._set_deterministic_fill_uninitialized_memory(False)
