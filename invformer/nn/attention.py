@@ -35,9 +35,6 @@ from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_
 from invformer.numerics.norms import Norm, Tokens, unknown_norm
 from invformer.numerics.residual_equation import Kind
 
-# A head with smaller queries is divided by this: otherwise its G_h would leave float32's range.
-LEAST_SIGMA = 1e-18
-
 AttentionCertificate = Literal["token_max", "causal"]
 
 
@@ -185,7 +182,7 @@ class ContractiveL2Attention(TiedL2Attention):
             kappa = 4 * phi_inverse_from_log(log_mass) + 1  # κ = 4 φ⁻¹(n) + 1
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)  # (L,)
         w_q = torch.stack([b.w_q.weight for b in branches])  # (L, H, D, d)
-        sigma = sigmas([b.w_q for b in branches], w_q).clamp_min(LEAST_SIGMA)  # (L, H)
+        sigma = sigmas([b.w_q for b in branches], w_q)  # (L, H)
         per_head = scale[:, None] / (kappa * sigma)  # c/(√H κ_h σ_h), (L, H)
         g = normalised_weights(  # Ĝ per_head D⁻¹, with the Ĝ_h one above the other: (H d, D)
             [b.w_g for b in branches],

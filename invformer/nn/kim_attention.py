@@ -12,7 +12,7 @@ from invformer.kernels.attention import Kernel
 from invformer.nn.attention import L2Weights, TiedL2Attention, head_width, in_one_matrix
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.scaling import ScalingWeights
-from invformer.nn.spectral import SpectralNormalised, max_row_sum
+from invformer.nn.spectral import SpectralNormalised, least_norm, max_row_sum
 from invformer.numerics.lambert_w import phi_inverse_from_log
 from invformer.numerics.precision import without_autocast
 
@@ -85,7 +85,7 @@ class PaperContractiveL2Attention(TiedL2Attention):
         w_q, w_v = self.w_q.weight, self.w_v.weight
         w_o = self.w_o.weight.unflatten(0, (w_q.shape[0], w_q.shape[2]))
         bound = self.published_bound()
-        scale = self.target_scale() / bound.clamp_min(torch.finfo(bound.dtype).tiny)
+        scale = self.target_scale() / bound.clamp_min(least_norm(bound.dtype))
         return L2Weights(in_one_matrix(w_q), paper_output_map(w_q, w_v, w_o) * scale)
 
     def published_bound(self) -> Float[Tensor, ""]:
@@ -93,9 +93,9 @@ class PaperContractiveL2Attention(TiedL2Attention):
         d_head = self.w_q.weight.shape[-1]
         u = phi_inverse_from_log(self.position.log_mass().to(self.w_q.weight)).max()
         if self.certificate == "kim_frobenius":
-            per_head = self.w_q.sigma() ** 4 * self.w_v.sigma() ** 2
+            per_head = torch.linalg.vector_norm(self.w_q.sigma() ** 2 * self.w_v.sigma())
             tokens = math.sqrt(self.position.seq_len / d_head)
-            return tokens * (4 * u + 1) * per_head.sum().sqrt() * self.w_o.sigma()
+            return tokens * (4 * u + 1) * per_head * self.w_o.sigma()
         w_q, w_v, w_o = self.w_q.weight, self.w_v.weight, self.w_o.weight
         query = (max_row_sum(w_q) * max_row_sum(w_q.mT)).amax()
         value = max_row_sum(w_v.mT).amax()

@@ -93,8 +93,10 @@ class CausalMask(VisibilityMask):
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """b_h(lag) at the lags 0 … ``num_tokens`` − 1, with b_h(0) = 0.
 
-        ValueError beyond ``seq_len``, for which no constant has been proven.
+        ValueError for none, and beyond ``seq_len``, for which no constant has been proven.
         """
+        if not num_tokens:
+            raise ValueError("an empty sequence: there is no token to attend to")
         if num_tokens > self.seq_len:
             raise ValueError(f"{num_tokens} tokens are more than the seq_len of {self.seq_len}")
         return self.lags()[:, :num_tokens]

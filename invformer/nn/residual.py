@@ -14,7 +14,11 @@ from invformer.nn.branch import AttentionCache, LipschitzBranch, bounds_together
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
-from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
+from invformer.numerics.fixed_point import (
+    FixedPointSolution,
+    invert_residual,
+    require_invertible,
+)
 from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.residual_equation import Kind
 
@@ -42,6 +46,15 @@ class ResidualWeights(NamedTuple):
         """Raise ValueError if D is folded in: c is a constant of f, not of D⁻¹ f(D ·)."""
         if self.centre is not None:
             raise ValueError("weights for training, D folded in: compute them under torch.no_grad")
+
+    def require_format_of(self, y: Tensor) -> None:
+        """Raise ValueError unless y can be inverted, in the format of these weights."""
+        require_invertible(y, None)
+        for w in self.branch:
+            if w.dtype != y.dtype:
+                raise ValueError(
+                    f"y is in {y.dtype}, the weights are in {w.dtype}: convert one of them"
+                )
 
     def unscale_output(self, f: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """D⁻¹ f."""
@@ -156,10 +169,12 @@ class InvertibleResidual(nn.Module):
 
         Raises:
             FixedPointError: the solver failed, unless ``throw=False``.
-            ValueError: c is not below one, or D is folded into the weights.
+            ValueError: c is not below one, D is folded into the weights, or y is empty or not in
+                their format.
         """
         weights = weights or self.weights()
         weights.require_plain()
+        weights.require_format_of(y)
         c = lipschitz_bound
         if c is None:
             (c,) = self.proven_bounds([self], norm, kind, None, [weights.branch])

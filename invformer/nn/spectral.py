@@ -95,6 +95,7 @@ def sigmas(
     else:
         known = normalisations(weights)
     bound, u, v = map(torch.stack, zip(*known, strict=True))
+    bound = bound.clamp_min(least_norm(w.dtype))
     if not torch.is_grad_enabled():
         return bound
     with without_autocast(w.device):
@@ -117,9 +118,18 @@ def normalised_weights(
     if norm == "spectral":
         size = sigmas(weights, w)
     else:
-        size = max_row_sum(w.mT).clamp_min(torch.finfo(w.dtype).tiny)
+        size = max_row_sum(w.mT).clamp_min(least_norm(w.dtype))
     scaled = w * (factors / size[..., None, None])
     return scaled if further is None else scaled * further
+
+
+def least_norm(dtype: torch.dtype) -> float:
+    """What is divided by is at least this, so that a zero matrix has finite gradients.
+
+    Products of a gradient with two or three inverse norms stay in range.
+    """
+    in_range = torch.finfo(torch.promote_types(dtype, torch.float32)).tiny ** 0.32
+    return max(in_range, torch.finfo(dtype).tiny)
 
 
 def write_to(weight: Tensor, channels: slice | None) -> Tensor:

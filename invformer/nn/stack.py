@@ -225,10 +225,11 @@ class InvertibleStack(nn.Module):
 
         Raises:
             ValueError: the certificate is of another kind or norm than this stack's targets, or of
-                shorter sequences.
+                shorter sequences; z is empty or in another format than the weights.
         """
         self.require_proven()
         weights = weights or self.weights()
+        weights[next(self.residual_layers())[0]].require_format_of(z)
         if certificate is None:
             bounds, longest = self.bounds(self.norm, self.kind, z.dtype, weights), self.seq_len
         else:

@@ -153,4 +153,5 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
             error = carried + added
             new_part = added + step.lipschitz_bound * carried if known else carried
             parts.append((scales, new_part))
+    error = error.nan_to_num(math.inf, math.inf)  # nothing is known of what is no number
     return error * (1 + 2.0**-50 * max(len(steps), 1))

@@ -137,6 +137,9 @@ class _Rows:
         self.num_steps = torch.zeros_like(self.status)
         limit = eq.predicted_steps(self.residual, self.size) if max_steps is None else max_steps
         self.limit = torch.zeros_like(self.status) + limit
+        if max_steps is not None and max_steps <= 0:  # a verdict on y as it is
+            rows = self.running.nonzero().squeeze(-1)
+            self.judge(rows, torch.zeros_like(rows, dtype=torch.bool))
         # Of every sample: the residual, its rounding, and the rounding of y.
         self.errors = torch.zeros(3, len(samples), dtype=torch.float64)
         self.num_measurements = torch.ones_like(status)
