@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from invformer.nn.proof import certify
     from invformer.training.monitor import LipschitzMonitor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LipschitzMonitor", "__version__", "certify", "layers", "load", "local_constants"]
 PLACES = {
     "LipschitzMonitor": "training.monitor",
