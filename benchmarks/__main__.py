@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import json
 import math
 import os
 import re
@@ -15,7 +14,7 @@ import torch
 
 from benchmarks.arguments import Parser
 from benchmarks.plots import plot_growth
-from benchmarks.run import Setting, environment, load, measure_case, measure_compiled
+from benchmarks.run import Setting, environment, load, measure_case, measure_compiled, write
 from benchmarks.suite import suite
 from benchmarks.table import table
 from invformer.kernels.host import compiler_complaint, keep_freed_memory
@@ -153,7 +152,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any], out: Path) -> None
             for row in rows:
                 report["rows"].append(row)
                 report["environment"]["load_average_after"] = load()
-                out.write_text(json.dumps(report, indent=1) + "\n")
+                write(report, out)
 
 
 def devices(wanted: str | None) -> list[torch.device]:

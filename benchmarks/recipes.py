@@ -6,7 +6,6 @@ the processor, without what other programs take. Unlike the other benchmarks thi
 configurations, so it needs the whole project installed.
 """
 
-import json
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from benchmarks.arguments import Parser
 from benchmarks.models import VOCABULARY, Case
 from benchmarks.plain import PlainTransformer
-from benchmarks.run import environment
+from benchmarks.run import environment, write
 from benchmarks.tasks import Training, Work
 from benchmarks.timing import Spread, in_turns, paired
 from invformer.assemble.model import build_model
@@ -80,8 +79,7 @@ def main() -> None:
         }
         for name, found in times.items()
     ]
-    report = {"environment": environment(1), "rows": rows}
-    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write({"environment": environment(1), "rows": rows}, args.out)
     for row in rows:
         print(*row.values(), sep=" | ")
 

@@ -1,10 +1,12 @@
 """Measure the cases of a suite, one after the other."""
 
 import datetime
+import json
 import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,6 +155,14 @@ def environment(threads: int, kernel: Kernel = "auto") -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average_before": load(),
     }
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """A results file: JSON with the environment, and every row, on a line of its own."""
+    rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in report["rows"])
+    environment = json.dumps(report["environment"], ensure_ascii=False)
+    text = f'{{"environment": {environment},\n"rows": [\n{rows}\n]}}\n'
+    out.write_text(text, encoding="utf-8")
 
 
 def load() -> list[float] | None:

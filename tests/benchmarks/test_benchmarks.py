@@ -65,7 +65,14 @@ def test_every_task_of_every_model_has_a_row(rows: list[dict]) -> None:
         ("train", "contractive_l2+monitor16"),
     } <= found
     assert len({row["id"] for row in rows}) == len(rows)
-    assert json.loads(json.dumps(rows)) == rows
+
+
+def test_a_results_file_has_a_line_for_each_row(rows: list[dict], tmp_path: Path) -> None:
+    report = {"environment": {"cpu": "an “AMD”"}, "rows": rows}
+    run.write(report, tmp_path / "results.json")
+    text = (tmp_path / "results.json").read_text(encoding="utf-8")
+    assert json.loads(text) == report
+    assert len(text.splitlines()) == len(rows) + 3
 
 
 def test_compiled_steps_have_rows_of_every_model_beside_two_that_are_not_compiled(
