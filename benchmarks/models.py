@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.plain import PlainTransformer
+from invformer.branches.branch import LipschitzBranch
 from invformer.kernels.attention import Kernel
 from invformer.nn import (
     BoundedAttention,
@@ -25,7 +26,6 @@ from invformer.nn import (
     RelativePositionBias,
     written_channels,
 )
-from invformer.nn.branch import LipschitzBranch
 from invformer.nn.transformer import CharEmbedding
 
 TEXT = "\n".join(pydoc_data.topics.topics.values())

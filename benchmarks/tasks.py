@@ -12,7 +12,7 @@ from benchmarks.models import Case, windows
 from invformer.kernels.cuda_graph import Replayed, with_gradients
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, InvertibleStack, certify
-from invformer.nn.spectral import normalised, refresh_normalisers, set_manual_refresh
+from invformer.weights.spectral import normalised, refresh_normalisers, set_manual_refresh
 
 Work = Callable[[], object]
 PROMPT = 8

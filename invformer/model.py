@@ -31,12 +31,12 @@ from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError, StorageError
 from invformer.evaluation.evaluate import certify_model
-from invformer.evaluation.prefix_margins import as_double, prefix_margins
 from invformer.nn.certificate import Certificate
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.proof import certify
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
+from invformer.proofs.prefix_margins import as_double, prefix_margins
 from invformer.runs.files import replace_file
 from invformer.runs.machine import pick_device
 

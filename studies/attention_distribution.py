@@ -29,11 +29,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.tied_l2.kim import L2Attention
 from invformer.config.schema import MANY
 from invformer.config.section import option
-from invformer.nn.dot_product import DotProductAttention
-from invformer.nn.kim_attention import L2Attention
-from invformer.nn.position_bias import CausalMask, VisibilityMask
+from invformer.weights.position_bias import CausalMask, VisibilityMask
 from studies import jasmin
 from studies.layer_bounds import Layer, compare, heads_of, sensitivity_regulariser
 from studies.report import Figure, Finding, Rows, Summary, by, look_of, mean, panels, table

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.nn.kim_attention import paper_output_map
+from invformer.branches.tied_l2.kim import paper_output_map
 from studies import kim
 from studies.layer_bounds import tied_attention
 from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table

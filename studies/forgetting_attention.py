@@ -23,9 +23,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.bounded import head_gains
-from invformer.nn.bounded_attention import BoundedAttention, BoundedWeights
-from invformer.nn.branch import LipschitzBranch, cast
+from invformer.branches.branch import LipschitzBranch, cast
+from invformer.branches.in_ball.attention import BoundedAttention, BoundedWeights
+from invformer.branches.in_ball.bounds import head_gains
 from invformer.nn.certificate import require_type
 from invformer.numerics.norms import Norm, Tokens, unknown_norm
 from invformer.numerics.rounding import product_up, sum_up

@@ -25,19 +25,19 @@ from torch import Tensor, nn
 
 from invformer.assemble.model import build_model
 from invformer.assemble.trained import load_trained
+from invformer.branches.tied_l2.attention import TiedL2Attention
+from invformer.branches.tied_l2.kim import paper_output_map
 from invformer.config.schema import AttentionName, DataConfig, ModelConfig
 from invformer.config.section import option
 from invformer.data.corpora import Corpus, read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import TiedL2Attention
-from invformer.nn.kim_attention import paper_output_map
-from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.runs.checkpoint import read_checkpoint
+from invformer.weights.position_bias import VisibilityMask
 from studies import castin
 from studies.layer_bounds import jacobian_of, project, tied_attention
 from studies.power_law import Fit, fit

@@ -27,12 +27,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.tied_l2.kim import L2Attention
 from invformer.config.schema import MANY
 from invformer.config.section import option
-from invformer.nn.dot_product import DotProductAttention
-from invformer.nn.kim_attention import L2Attention
-from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
+from invformer.weights.position_bias import VisibilityMask
 from studies import depth_stability, kim
 from studies.report import Figure, Finding, Rows, Summary, by, look_of, panels, table, values
 from studies.study import Study, grid, program, progress

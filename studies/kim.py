@@ -5,7 +5,7 @@
 
 The tie W^K = W^Q, a visible self token and the factor A_h = W^Q_h W^Q_hᵀ/√d in the value path are
 assumptions: without any one of them the map is not Lipschitz. u is the largest φ⁻¹(n_h) of the
-heads (``bounds/contractive.py``); the paper has no bias, and n = N − 1. ‖·‖_∞
+heads (``branches/tied_l2/bounds.py``); the paper has no bias, and n = N − 1. ‖·‖_∞
 is the largest absolute row sum. Results are Python floats, proven, rounding included.
 """
 
@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.contractive import phi_inverses
-from invformer.bounds.heads import InputMaps
-from invformer.bounds.layers import row_sum_bound
+from invformer.branches.feed_forward.bounds import row_sum_bound
+from invformer.branches.heads import InputMaps
+from invformer.branches.tied_l2.bounds import phi_inverses
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up, sum_up
 
 

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds import local
+from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.tied_l2 import local_bounds as local
+from invformer.branches.tied_l2.attention import TiedL2Attention
 from invformer.kernels.attention import only
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import TiedL2Attention
-from invformer.nn.dot_product import DotProductAttention
 from invformer.numerics.l2_attention import (
     attention_weights,
     l2_attention,
@@ -165,7 +165,7 @@ def dot_product_local_bound(heads: Heads) -> Float[Tensor, "*batch"]:
     """‖J‖ in frobenius of Σ_h softmax(q kᵀ/s + b_h) v W_o, from above.
 
     ‖W_o‖ (‖[W_v]‖ max_h (max_j Σ_i P_ij)^½ + query + key), see :func:`dot_product_terms`: the three
-    terms of :func:`invformer.bounds.local.fast_local_bound`. No global bound stands above it:
+    terms of :func:`.tied_l2.local_bounds.fast_local_bound`. No global bound stands above it:
     dot-product attention is not Lipschitz. The Jacobian is Castin, Ablin & Peyré 2024, arXiv
     2312.14820, Lemma C.2.
     """

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from invformer.nn.feed_forward import ContractiveFeedForward, FeedForwardWeights
-from invformer.nn.scaling import ScalingWeights
-from invformer.nn.spectral import normalised_weights
+from invformer.branches.feed_forward.feed_forward import ContractiveFeedForward, FeedForwardWeights
+from invformer.weights.scaling import ScalingWeights
+from invformer.weights.spectral import normalised_weights
 
 
 class GradientFeedForward(ContractiveFeedForward):

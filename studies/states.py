@@ -10,12 +10,12 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 import invformer
+from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.in_ball.attention import BoundedAttention
 from invformer.data.corpora import read_corpus
 from invformer.errors import ConfigurationError
 from invformer.model import TrainedModel
-from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock, CouplingStack
-from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack

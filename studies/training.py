@@ -22,9 +22,9 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import TrainingWindows
 from invformer.errors import DataError
 from invformer.evaluation.ngram import witten_bell_nats
-from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
 from invformer.training.optimizers import build_optimizer, warmup_cosine
+from invformer.weights.spectral import refresh_normalisers, set_manual_refresh
 from studies.layer_bounds import Layer
 from studies.study import StudyOptions, progress
 

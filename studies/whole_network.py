@@ -26,8 +26,8 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from invformer.branches.in_ball.attention import BoundedAttention
 from invformer.config.section import option
-from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify
 from invformer.nn.stack import InvertibleStack

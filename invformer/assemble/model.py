@@ -5,19 +5,19 @@ from typing import Any
 
 import torch
 
+from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.feed_forward.feed_forward import ContractiveFeedForward, FeedForward
+from invformer.branches.in_ball.attention import BoundedAttention
+from invformer.branches.tied_l2.attention import ContractiveL2Attention
+from invformer.branches.tied_l2.kim import L2Attention, PaperContractiveL2Attention
 from invformer.config.schema import ModelConfig, TrainConfig
-from invformer.nn.attention import ContractiveL2Attention
-from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock, CouplingStack
-from invformer.nn.dot_product import DotProductAttention
-from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
-from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
-from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.nn.residual import InvertibleBlock
-from invformer.nn.scaling import DiagonalScaling, written_channels
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
+from invformer.weights.position_bias import CausalMask, RelativePositionBias
+from invformer.weights.scaling import DiagonalScaling, written_channels
 
 KIM_NORMS: dict[str, Norm] = {"kim_entry_max": "entry_max", "kim_frobenius": "frobenius"}
 

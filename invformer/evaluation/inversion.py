@@ -13,13 +13,13 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from invformer.errors import CertificateViolation
-from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify, invertible_stack
 from invformer.nn.stack import StackSolution, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.residual_equation import rtol_of_single_precision
+from invformer.proofs.prefix_margins import MarginEvidence, prefix_margins
 
 Text = Integer[Tensor, "sequences tokens"]
 States = Float[Tensor, "sequences tokens width"]

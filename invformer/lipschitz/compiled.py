@@ -11,6 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.feed_forward.feed_forward import (
+    ACTIVATIONS,
+    MODULES,
+    Activation,
+    FeedForward,
+)
+from invformer.branches.tied_l2.kim import L2Attention
 from invformer.kernels import native
 from invformer.lipschitz.jacobians import (
     STACKED,
@@ -21,14 +29,11 @@ from invformer.lipschitz.jacobians import (
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration
 from invformer.nn.certificate import original_class
 from invformer.nn.coupling import CouplingBlock
-from invformer.nn.dot_product import DotProductAttention
-from invformer.nn.dropout import Dropout
-from invformer.nn.feed_forward import ACTIVATIONS, MODULES, Activation, FeedForward
-from invformer.nn.kim_attention import L2Attention
-from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual, ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import PreNormBlock, PreNormBranch, PreNormStack
+from invformer.weights.dropout import Dropout
+from invformer.weights.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 
 # Of one branch, by the names of ``_Branch``: tensors of one format, all but W and V without gaps.
 Fields = dict[str, Tensor | float]

@@ -12,16 +12,20 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from invformer.branches.feed_forward.feed_forward import (
+    ACTIVATIONS,
+    ContractiveFeedForward,
+    activation_slope,
+)
+from invformer.branches.in_ball.attention import BoundedAttention
+from invformer.branches.tied_l2.attention import TiedL2Attention
 from invformer.kernels.attention import only
-from invformer.nn.attention import TiedL2Attention
-from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activation_slope
-from invformer.nn.position_bias import biases_together
 from invformer.nn.residual import ResidualWeights
 from invformer.numerics.ball import BallPoint, attention_point, into_ball, to_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import linearise
 from invformer.numerics.token_shift import advance, delay, windows
+from invformer.weights.position_bias import biases_together
 
 # Output tokens, one for each vector.
 Chosen = Integer[Tensor, "branches sequences K"]

@@ -6,11 +6,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds import bounded, local
+from invformer.branches.branch import LipschitzBranch
+from invformer.branches.feed_forward.feed_forward import (
+    FeedForwardWeights,
+    activation_slope,
+    without_sharpness,
+)
+from invformer.branches.in_ball import bounds as bounded
+from invformer.branches.tied_l2 import local_bounds as local
 from invformer.lipschitz import jacobians
 from invformer.lipschitz.probe import LipschitzProbe, Measured
-from invformer.nn.branch import LipschitzBranch
-from invformer.nn.feed_forward import FeedForwardWeights, activation_slope, without_sharpness
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.numerics.ball import AttentionPoint
 from invformer.numerics.l2_attention import split_heads

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from invformer.errors import NonFiniteError
 from invformer.nn.certificate import Certificate, NoCertificateError
-from invformer.nn.scaling import ActivationNorm, DiagonalScaling
-from invformer.nn.spectral import refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.norms import Norm
 from invformer.numerics.residual_equation import Kind
 from invformer.numerics.rounding import product_up, sum_up
+from invformer.weights.scaling import ActivationNorm, DiagonalScaling
+from invformer.weights.spectral import refresh_normalisers
 
 
 def certify(

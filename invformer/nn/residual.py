@@ -9,9 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.nn.affine import in_two_formats
-from invformer.nn.branch import AttentionCache, LipschitzBranch, bounds_together
-from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
+from invformer.branches.branch import AttentionCache, LipschitzBranch, bounds_together
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import (
@@ -21,6 +19,13 @@ from invformer.numerics.fixed_point import (
 )
 from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.residual_equation import Kind
+from invformer.weights.affine import in_two_formats
+from invformer.weights.scaling import (
+    ActivationNorm,
+    DiagonalScaling,
+    ScalingWeights,
+    scalings_together,
+)
 
 
 class ResidualWeights(NamedTuple):

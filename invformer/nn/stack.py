@@ -9,15 +9,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invformer.nn.branch import LipschitzBranch
+from invformer.branches.branch import LipschitzBranch
 from invformer.nn.certificate import Certificate, NoCertificateError, original_class, require_type
-from invformer.nn.position_bias import POSITIONS
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
-from invformer.nn.scaling import ActivationNorm, DiagonalScaling, scalings_together
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
 from invformer.numerics.fixed_point_solution import FixedPointSolution
 from invformer.numerics.norms import NORMS, Norm, Tokens, unknown_norm
 from invformer.numerics.residual_equation import Kind
+from invformer.weights.position_bias import POSITIONS
+from invformer.weights.scaling import ActivationNorm, DiagonalScaling, scalings_together
 
 # The weights of every layer of a stack by its full name, ``block_00/attention`` and so on.
 StackWeights = dict[str, Any]

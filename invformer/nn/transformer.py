@@ -11,11 +11,11 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invformer.nn.branch import AttentionCache
-from invformer.nn.dropout import Dropout
+from invformer.branches.branch import AttentionCache
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.norms import Norm, Tokens
+from invformer.weights.dropout import Dropout
 
 # Symbols of texts, and what is predicted after each.
 Text = Integer[Tensor, "*batch tokens"]

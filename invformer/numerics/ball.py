@@ -1,8 +1,8 @@
 """The smooth map into a ball: ψ_R(x) = x/√(1 + ‖x‖²/R²) = R ψ(x/R), the identity near zero.
 
 Its Jacobian at x is ρ (I − uuᵀ) with u = ψ(x/R) in the open unit ball and ρ = √(1 − ‖u‖²), whose
-norm is ρ ≤ 1: ψ_R never moves two points apart. ``bounds/bounded.py`` says what attention in the
-ball is, and makes a Lipschitz constant of that.
+norm is ρ ≤ 1: ψ_R never moves two points apart. ``branches/in_ball/bounds.py`` says what attention
+in the ball is, and makes a Lipschitz constant of that.
 """
 
 from typing import Any, NamedTuple

@@ -15,7 +15,6 @@ from invformer.errors import CheckpointError
 from invformer.evaluation.evaluate import ngram_baseline
 from invformer.evaluation.report import largest_proven
 from invformer.kernels import native
-from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from invformer.runs.console import CONTROL_CHARACTER, printable
 from invformer.runs.contained import one_line
@@ -29,6 +28,7 @@ from invformer.training.callbacks import Sample
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run, read_curves
 from invformer.training.progress import percent
+from invformer.weights.spectral import set_manual_refresh
 
 ALERTS = {5: "not finite", 6: "certificate violated", 9: "rank lost"}  # by exit code
 NGRAM_AT_ONCE = 1_000_000  # characters; evaluate.py counts longer texts

@@ -16,8 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import window_nats
 from invformer.kernels.cuda_graph import Replayed, with_gradients
-from invformer.nn.dropout import Dropout, sample_keys, set_sample_keys
-from invformer.nn.spectral import normalised, refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
@@ -28,6 +26,8 @@ from invformer.training.guard import UpdateGuard
 from invformer.training.optimizers import learning_rates
 from invformer.training.rows import record
 from invformer.training.weight_average import WeightAverage
+from invformer.weights.dropout import Dropout, sample_keys, set_sample_keys
+from invformer.weights.spectral import normalised, refresh_normalisers
 
 LN2 = math.log(2)
 

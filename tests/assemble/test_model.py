@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from invformer.assemble.model import build_model
+from invformer.branches.feed_forward.feed_forward import ContractiveFeedForward
+from invformer.branches.in_ball.attention import BoundedAttention
+from invformer.branches.tied_l2.attention import ContractiveL2Attention
 from invformer.config.load import CONFIGS, load_config
 from invformer.config.schema import ModelConfig
-from invformer.nn.attention import ContractiveL2Attention
-from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.feed_forward import ContractiveFeedForward
 
 NAMES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 VOCAB = 65  # of tiny Shakespeare

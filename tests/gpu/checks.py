@@ -68,7 +68,7 @@ def compiled(machine: Machine) -> Iterator[Row]:
     """Gradients under bfloat16 autocast of blocks that are compiled, each as one graph."""
     from invformer.kernels.attention import only
     from invformer.kernels.host import compiler_complaint
-    from invformer.nn.spectral import set_manual_refresh
+    from invformer.weights.spectral import set_manual_refresh
 
     why = compiler_complaint(machine.device) if machine.is_gpu else "needs a GPU: takes minutes"
     if why is not None:

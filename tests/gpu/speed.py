@@ -130,7 +130,7 @@ def judged(machine: Machine, check: str, case: str, value: float, limit: float) 
 def attention(machine: Machine) -> Iterator[Row]:
     """Forward and backward of L2 attention alone, by kernel: what ``auto`` should choose."""
     from invformer.kernels.attention import attend_l2
-    from invformer.nn.position_bias import CausalMask, RelativePositionBias
+    from invformer.weights.position_bias import CausalMask, RelativePositionBias
 
     for tokens in LENGTHS if machine.is_gpu else (64,):
         for bias in (CausalMask(tokens), RelativePositionBias(6, tokens)):
@@ -163,8 +163,8 @@ def validation(machine: Machine) -> Iterator[Row]:
     from invformer.lipschitz.local_bounds import local_bounds
     from invformer.lipschitz.probe import LipschitzProbe
     from invformer.nn import certify
-    from invformer.nn.spectral import set_manual_refresh
     from invformer.nn.stack import StackWeights
+    from invformer.weights.spectral import set_manual_refresh
 
     case = case_of(machine, LENGTHS[0])
     model: Any = build("contractive_l2", case, machine.device)

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from invformer.kernels.attention import choose
-from invformer.nn.position_bias import CausalMask
+from invformer.weights.position_bias import CausalMask
 from tests.gpu.accept import WHEELS
 from tests.gpu.machine import failed
 

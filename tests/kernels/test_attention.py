@@ -16,8 +16,13 @@ from invformer.kernels.native_attention import (
     native_attention_backward,
     native_ball_attention,
 )
-from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask, log_masses
 from invformer.numerics.linear_map import linearise
+from invformer.weights.position_bias import (
+    CausalMask,
+    RelativePositionBias,
+    VisibilityMask,
+    log_masses,
+)
 
 BIASES = {"none": lambda heads, tokens: CausalMask(tokens), "table": RelativePositionBias}
 needs_compiler = pytest.mark.skipif(not native.is_available(), reason=f"{native.complaint()}")

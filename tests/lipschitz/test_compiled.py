@@ -12,7 +12,7 @@ from invformer.config.load import CONFIGS
 from invformer.lipschitz import compiled
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, PreNormBlock
-from invformer.nn.spectral import set_manual_refresh
+from invformer.weights.spectral import set_manual_refresh
 from tests.kernels.test_attention import needs_compiler
 from tests.support.builders import (
     VOCAB,

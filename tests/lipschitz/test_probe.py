@@ -18,8 +18,8 @@ from invformer.nn import (
     RelativePositionBias,
     VisibilityMask,
 )
-from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.numerics.norms import NORMS
+from invformer.weights.spectral import refresh_normalisers, set_manual_refresh
 from tests.support.builders import (
     SEQ_LEN,
     VOCAB,

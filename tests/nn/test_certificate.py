@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from invformer.branches.branch import LipschitzBranch
 from invformer.errors import NonFiniteError
 from invformer.nn import (
     ActivationNorm,
@@ -20,7 +21,6 @@ from invformer.nn import (
     certify,
     enforce,
 )
-from invformer.nn.branch import LipschitzBranch
 from invformer.numerics.norms import NORMS, Norm
 from tests.gpu.emulation import cuda_rules
 from tests.support.builders import (
@@ -229,7 +229,7 @@ def test_a_deeper_stack_is_certified_in_hardly_more_launches(preset: str) -> Non
 def test_branches_have_the_same_bounds_alone_and_together(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("invformer.nn.branch.NUMBERS_AT_ONCE", at_once)
+    monkeypatch.setattr("invformer.branches.branch.NUMBERS_AT_ONCE", at_once)
     for model in (contractive_model(), scaled_model(kernel=2)):
         stack = trained_a_little(model).stack
         for norm in NORMS:

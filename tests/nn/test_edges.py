@@ -21,7 +21,7 @@ from invformer.nn import (
     RelativePositionBias,
 )
 from invformer.numerics.fixed_point_solution import InversionStatus
-from tests.nn.position_attention import PositionAttention
+from tests.branches.position_attention import PositionAttention
 
 WIDTH, TOKENS, TARGET = 8, 6, 0.5
 FORMATS = [torch.float32, torch.float64]

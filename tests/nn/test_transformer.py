@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from invformer.nn import CharEmbedding, CharTransformer, certify
-from invformer.nn.spectral import set_manual_refresh
 from invformer.nn.transformer import sampled
 from invformer.numerics.precision import denormals_flushed
+from invformer.weights.spectral import set_manual_refresh
 from tests.support.builders import (
     SEQ_LEN,
     VOCAB,

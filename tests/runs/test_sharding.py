@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig, OptimConfig
 from invformer.nn.proof import certify
-from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.runs.sharding import (
     gather,
     in_parts,
@@ -27,6 +26,7 @@ from invformer.training.guard import UpdateGuard
 from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer
 from invformer.training.weight_average import WeightAverage
+from invformer.weights.spectral import refresh_normalisers, set_manual_refresh
 
 VOCAB, SEQ_LEN = 11, 8
 MODELS = [

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.tied_l2.kim import L2Attention
 from invformer.config.load import load_config
-from invformer.nn.dot_product import DotProductAttention
-from invformer.nn.kim_attention import L2Attention
-from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.numerics.l2_attention import merge_heads
+from invformer.weights.position_bias import CausalMask, RelativePositionBias
 from studies.attention_distribution import (
     Case,
     Options,

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from invformer.nn.kim_attention import paper_output_map
+from invformer.branches.tied_l2.kim import paper_output_map
 from studies import breaking
 from studies.breaking import FORMULAS, Case, measure
 from studies.report import Summary

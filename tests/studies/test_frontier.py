@@ -10,8 +10,8 @@ from invformer.assemble.model import build_model
 from invformer.config.load import load_config
 from invformer.config.schema import AttentionName, ModelConfig, OptimConfig, TrainConfig
 from invformer.data.windows import TrainingWindows
-from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.training.optimizers import build_optimizer, warmup_cosine
+from invformer.weights.spectral import refresh_normalisers, set_manual_refresh
 from studies import frontier
 from studies.frontier import (
     Case,

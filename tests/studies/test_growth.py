@@ -9,9 +9,9 @@ import torch
 from invformer.config.schema import AttentionName
 from invformer.errors import DataError
 from invformer.lipschitz.probe import LipschitzProbe
-from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.ball import into_ball
+from invformer.weights.position_bias import VisibilityMask
 from studies import growth
 from studies.growth import Case, Options, cases, measure
 from studies.power_law import fit

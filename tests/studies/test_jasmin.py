@@ -10,7 +10,7 @@ from torch import Tensor
 from invformer.numerics import l2_attention as core
 from studies import jasmin
 from studies.layer_bounds import l2_terms
-from tests.bounds.attention_cases import MASKS, attention_case, logit_bias
+from tests.branches.attention_cases import MASKS, attention_case, logit_bias
 from tests.support.problems import dense_jacobian
 
 

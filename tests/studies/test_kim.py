@@ -5,8 +5,8 @@ import math
 import torch
 from hypothesis import given, settings
 
-from invformer.bounds import contractive
-from invformer.nn.kim_attention import paper_output_map
+from invformer.branches.tied_l2 import bounds as contractive
+from invformer.branches.tied_l2.kim import paper_output_map
 from studies.kim import entry_max_bound, log_mass_of
 from tests.support.problems import (
     AttentionProblem,

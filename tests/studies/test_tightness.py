@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from invformer.bounds import contractive
+from invformer.branches.tied_l2 import bounds as contractive
 from invformer.numerics.l2_attention import l2_attention
 from studies import kim
 from studies.tightness import (

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from invformer.branches.in_ball.attention import BoundedAttention
 from invformer.config.load import load_config
 from invformer.errors import ConfigurationError
-from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.certificate import NoCertificateError
-from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
+from invformer.weights.position_bias import CausalMask, RelativePositionBias
 from studies import whole_network as study
 from studies.forgetting_attention import ForgettingAttention, forgetting_constant
 from studies.non_expansive import GradientFeedForward

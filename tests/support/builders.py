@@ -14,8 +14,8 @@ from invformer.assemble.model import (
 from invformer.config.load import load_config
 from invformer.config.schema import ModelConfig
 from invformer.nn import CausalMask, RelativePositionBias, VisibilityMask
-from invformer.nn.spectral import set_manual_refresh
 from invformer.nn.transformer import CharEmbedding, CharTransformer
+from invformer.weights.spectral import set_manual_refresh
 
 VOCAB, SEQ_LEN, WIDTH, HEADS, LAYERS = 11, 12, 12, 3, 2
 

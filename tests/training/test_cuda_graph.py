@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import train
 from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
+from invformer.weights.spectral import set_manual_refresh
 from tests.gpu.emulation import cuda_rules
 from tests.gpu.graphs import noted_graphs
 from tests.support.builders import contractive_model, random_tokens

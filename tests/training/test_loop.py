@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils import deterministic
 
-from invformer.nn.spectral import normalised
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
+from invformer.weights.spectral import normalised
 from tests.support import small_runs
 from tests.support.small_runs import Waits, built, losses, options, own_trainer
 

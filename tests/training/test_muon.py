@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from invformer.branches.dot_product.attention import DotProductAttention
 from invformer.config.schema import OptimConfig
 from invformer.kernels import native
-from invformer.nn.dot_product import DotProductAttention
-from invformer.nn.position_bias import RelativePositionBias
 from invformer.training.muon import (
     MOMENTUM,
     UPDATE_RMS,
@@ -20,6 +19,7 @@ from invformer.training.muon import (
     update,
 )
 from invformer.training.optimizers import build_optimizer
+from invformer.weights.position_bias import RelativePositionBias
 
 
 def stepped(parameters: list[Tensor], gradients: list[list[Tensor]], **options: float) -> None:

@@ -1,1 +1,0 @@
-"""Lipschitz bounds, one file per source; every function names its norm and its theorem."""

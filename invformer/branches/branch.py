@@ -1,0 +1,183 @@
+"""The interface of residual branches that are certified, linearised and inverted."""
+
+import math
+from collections.abc import Hashable, Sequence
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from invformer.numerics.norms import Norm, Tokens
+from invformer.numerics.residual_equation import Kind
+from invformer.weights.scaling import ScalingWeights
+
+# Constants normalised in the forward precision stay below their target after float64 certification.
+ROUNDING_MARGIN = 1 - 2e-5
+# Entries of the weights that are bounded at once, to limit memory: a float64 copy is 64 MiB.
+NUMBERS_AT_ONCE = 2**23
+
+# The named tuple of tensors that a branch computes with.
+Weights = TypeVar("Weights", bound=tuple)
+
+
+class AttentionCache:
+    """Tensors a branch keeps of up to ``capacity`` tokens, for the outputs of later ones.
+
+    An attention keeps keys and values, L2 attention one tensor for both, a feed-forward over
+    several tokens the tokens themselves.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        # Subtracted from every key, if keys are kept relative to the first token's.
+        self.origin: Tensor | None = None
+        self._kept: list[Tensor] = []
+
+    def append(
+        self, *new: Float[Tensor, "*batch new channels"]
+    ) -> list[Float[Tensor, "*batch tokens channels"]]:
+        """Add some tokens; returns the tensors of all tokens so far, as views."""
+        if not self._kept:
+            self._kept = [x.new_empty(*x.shape[:-2], self.capacity, x.shape[-1]) for x in new]
+        end = self.length + new[0].shape[-2]
+        for kept, x in zip(self._kept, new, strict=True):
+            kept[..., self.length : end, :] = x
+        self.length = end
+        return [kept[..., :end, :] for kept in self._kept]
+
+
+class LipschitzBranch(nn.Module, Generic[Weights]):
+    """A map f on sequences with a certified Lipschitz constant and a known Jacobian.
+
+    The weights of f are passed as one named tuple of tensors with every constant multiplied in, ()
+    if there are none. :meth:`weights` computes it. All other methods take it, or compute it if it
+    is None.
+
+    A new branch is one class with :meth:`weights`, :meth:`forward` and :meth:`lipschitz_bound`,
+    that sets ``is_proven``. The rest has defaults (CONTRIBUTING.md).
+    :meth:`weights_of` instead of :meth:`weights` and :meth:`bounds_of` instead of
+    :meth:`lipschitz_bound` serve all layers of one :meth:`group` at once, which is faster.
+
+    Args:
+        lipschitz_target: c in (0, 1), to which the branch is scaled; inf if it is unconstrained.
+    """
+
+    # True, in the class itself, if its bounds are proven: a subclass may compute something else.
+    is_proven: bool = False
+    # True if :meth:`weights_of` can fold scalings of the channels into the weights.
+    folds_scaling: bool = False
+    # True if f maps every token by itself.
+    is_token_wise: bool = False
+    correction: Tensor
+
+    def __init__(self, lipschitz_target: float = math.inf) -> None:
+        super().__init__()
+        if not 0 < lipschitz_target < 1 and lipschitz_target != math.inf:
+            raise ValueError(f"lipschitz_target must be in (0, 1), got {lipschitz_target}")
+        self.lipschitz_target = lipschitz_target
+        # Below one only if certification found the branch above its target (low precision).
+        self.register_buffer("correction", torch.ones(()))
+
+    def target_scale(self) -> Tensor:
+        """c, less a margin for rounding and any correction: a factor of the normalised weights."""
+        return self.correction * (self.lipschitz_target * ROUNDING_MARGIN)
+
+    def weights(self) -> Weights:
+        """The weights of f as it is now."""
+        return self.weights_of([self])[0]
+
+    @staticmethod
+    def weights_of(branches: Sequence[Any], scalings: ScalingWeights | None = None) -> list[Any]:
+        """The weights of several branches of one group at once.
+
+        Args:
+            branches: f_1, f_2, …
+            scalings: D of each; the weights are then those of D⁻¹ f(D ·). Only for branches with
+                ``folds_scaling``, whose :meth:`forward` takes a ``centre`` that is added to x.
+        """
+        return [branch.weights() for branch in branches]
+
+    def group(self) -> Hashable:
+        """Branches of one group share :meth:`weights_of`; None: each on its own."""
+        return None
+
+    def next_outputs(self, x: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
+        """Outputs of the tokens after those in ``past``, to which the new ones are added.
+
+        The default computes all outputs anew, for any causal f.
+        """
+        (seen,) = past.append(x)
+        return self(seen, weights)[..., -x.shape[-2] :, :]
+
+    def inner_size(self, norm: Norm, num_tokens: int, weights: Any) -> float:
+        """Length of the terms that f adds up inside; see :class:`.RoundingModel`."""
+        return 0.0
+
+    def lipschitz_bound(
+        self, norm: Norm, dtype: torch.dtype | None = None, weights: Any = None
+    ) -> float:
+        """A proven upper bound on Lip(f) in ``norm``, for the weights as cast to ``dtype``."""
+        return self.bounds_of([self], norm, "global", dtype, [weights or self.weights()])[0]
+
+    def causal_bound(self, dtype: torch.dtype | None = None, weights: Any = None) -> float:
+        """A proven upper bound on the norms of the diagonal Jacobian blocks ∂f_i/∂x_i.
+
+        A Lipschitz constant bounds them too, and a class with a ``lipschitz_bound`` of its own
+        inherits no other. ValueError if a token sees later ones: then the blocks say nothing about
+        the inverse.
+        """
+        if type(self).lipschitz_bound is not LipschitzBranch.lipschitz_bound:
+            return self.lipschitz_bound("token_max", dtype, weights)
+        return self.bounds_of([self], "token_max", "causal", dtype, [weights or self.weights()])[0]
+
+    @staticmethod
+    def bounds_of(
+        branches: Sequence[Any],
+        norm: Norm,
+        kind: Kind,
+        dtype: torch.dtype | None,
+        weights: Sequence[Any],
+    ) -> list[float]:
+        """The bounds of several branches of one group at once.
+
+        Args:
+            branches: f_1, f_2, …
+            norm: of the Lipschitz constants.
+            kind: ``global`` for :meth:`lipschitz_bound`, ``causal`` for :meth:`causal_bound`.
+            dtype: to which weights are cast first; None takes them as they are.
+            weights: of each branch.
+        """
+        raise NotImplementedError
+
+
+def bounds_together(
+    branches: Sequence[LipschitzBranch],
+    norm: Norm,
+    kind: Kind,
+    dtype: torch.dtype | None,
+    weights: Sequence[Any],
+) -> list[float]:
+    """The bound of every branch of a group: at once, unless the class has a method for one."""
+    cls, methods = type(branches[0]), ("lipschitz_bound", "causal_bound")
+    if all(getattr(cls, name) is getattr(LipschitzBranch, name) for name in methods):
+        at_once = max(1, NUMBERS_AT_ONCE // max(1, sum(w.numel() for w in weights[0])))
+        parts = [slice(i, i + at_once) for i in range(0, len(branches), at_once)]
+        found = (cls.bounds_of(branches[p], norm, kind, dtype, weights[p]) for p in parts)
+        return list(chain(*found))
+    each = zip(branches, weights, strict=True)
+    if kind == "causal":
+        return [branch.causal_bound(dtype, w) for branch, w in each]
+    return [branch.lipschitz_bound(norm, dtype, w) for branch, w in each]
+
+
+def weights_together(weights: Sequence[Weights]) -> Weights:
+    """The weights of several branches, each tensor as (branches, …)."""
+    return type(weights[0])(*map(torch.stack, zip(*weights, strict=True)))
+
+
+def cast(w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The weight as it is used when the forward pass runs in ``dtype``."""
+    return (w.detach() if dtype is None else w.detach().to(dtype)).contiguous()

@@ -1,0 +1,1 @@
+"""Dot-product attention and the LayerNorm before it: the baseline."""

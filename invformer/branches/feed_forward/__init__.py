@@ -1,0 +1,1 @@
+"""Feed-forward maps, of single tokens or of a few neighbours."""

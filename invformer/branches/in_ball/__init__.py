@@ -1,0 +1,1 @@
+"""Attention of queries, keys and values in the unit ball."""

@@ -1,0 +1,1 @@
+"""Tied L2 attention, and the kinds of it by Kim et al. 2021."""

@@ -1,0 +1,1 @@
+"""Which characters of a text are proven: the network in enclosures, and its margins."""

@@ -1,0 +1,1 @@
+"""What branches are made of: normalised weights, scalings, position biases, affine maps."""

@@ -1,0 +1,157 @@
+"""Branches that contract in weighted norms of their own: y = x + D⁻¹ f(D x + b)."""
+
+import math
+
+import pytest
+import torch
+
+from invformer.errors import NonFiniteError
+from invformer.nn import certify, enforce, residual
+from invformer.weights.scaling import INITIAL_OUTPUT_DEVIATION
+from tests.support.builders import (
+    SEQ_LEN,
+    WIDTH,
+    random_tokens,
+    scaled_model,
+    small_model,
+    trained_a_little,
+)
+from tests.support.problems import dense_jacobian
+
+MODELS = [
+    {},
+    {"kernel": 3},
+    {"certificate": "token_max", "bounded": False, "strictly_causal": False},
+    {"certificate": "token_max", "strictly_causal": False, "input_radius": 2.0},
+]
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_the_output_of_a_branch_contracts_in_its_weighted_norm(options: dict) -> None:
+    model = trained_a_little(scaled_model(**options))
+    certificate = certify(model, dtype=torch.float64)
+    x = model.embedding(random_tokens(1)).detach()
+    layer = model.stack.blocks[0].attention
+    scale, shift = layer.scaling.log_scale.exp().detach(), layer.scaling.shift.detach()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return layer.f(x * scale + shift) / scale
+
+    jacobian = dense_jacobian(f, x[0]).view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH)
+    weighted = jacobian * scale[:, None, None] / scale
+    if certificate.kind == "causal":  # of single tokens
+        blocks = weighted.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    else:  # ‖X‖_F ≤ 1 holds every token at 1, so a token gains no more than in token_max
+        blocks = weighted.flatten(2)
+    gain = torch.linalg.matrix_norm(blocks, 2).max().item()
+    assert 0 < gain <= certificate.per_branch["block_00/attention"] <= 0.5
+
+
+def test_at_first_a_branch_writes_much_to_its_own_channels_and_reads_the_others() -> None:
+    torch.manual_seed(0)
+    model = scaled_model()
+    x = model.embedding(random_tokens(8)).detach()
+    layer = model.stack.blocks[0].attention
+    scaling, branch = layer.scaling, layer.branch
+    to_these = torch.zeros(WIDTH, dtype=torch.bool)
+    to_these[scaling.written] = True
+    read = scaling(x).flatten(0, 1)
+    torch.testing.assert_close(read.mean(0), torch.zeros(WIDTH), rtol=0, atol=1e-12)
+    assert (read.std(0) <= 1 + 1e-12).all()
+    assert torch.equal(scaling.log_scale == 0, ~to_these & (x.flatten(0, 1).std(0) <= 1))
+    written = (branch(scaling(x)) / scaling.log_scale.exp()).flatten(0, 1).std(0)
+    # Measured while it reads little of those channels; it reads little of them afterwards, too.
+    torch.testing.assert_close(
+        written[to_these], torch.full((3,), INITIAL_OUTPUT_DEVIATION), rtol=0.2, atol=0.0
+    )
+    assert written[~to_these].max() < 0.5 * INITIAL_OUTPUT_DEVIATION
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(options: dict) -> None:
+    model = trained_a_little(scaled_model(**options))
+    x = model.embedding(random_tokens(2)).detach().requires_grad_()
+    parameters = [x, *model.stack.parameters()]
+    folded, plain = model.stack(x), x
+    for _, layer in model.stack.residual_layers():
+        u = layer.scaling(plain)
+        plain = plain + layer.f(u) * (-layer.scaling.log_scale).exp()
+    torch.testing.assert_close(folded, plain, rtol=1e-11, atol=1e-11)
+    with torch.no_grad():
+        assert torch.equal(model.stack(x), plain)
+    ours = torch.autograd.grad(folded.sin().sum(), parameters)
+    expected = torch.autograd.grad(plain.sin().sum(), parameters)
+    for found, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_under_autocast_weights_are_folded_too_for_the_same_function(options: dict) -> None:
+    model = trained_a_little(scaled_model(**options), steps=10)
+    x = model.embedding(random_tokens(2)).detach()
+    expected = model.stack(x)
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = model.stack.weights()
+        found = model.stack(x.float(), weights)
+    for name, branch in model.stack.branches():
+        folds = branch.folds_scaling and "input_radius" not in options
+        assert (weights[name].centre is not None) == folds
+    torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
+
+
+def test_under_autocast_gradients_are_added_as_it_would_add_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokens = scaled_model().float(), random_tokens(2)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens).float().sin().sum()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    ours = gradients()
+    monkeypatch.setattr(residual, "in_two_formats", lambda x: (x, x))
+    assert all(map(torch.equal, ours, gradients()))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_under_autocast_layers_are_differentiated_forward_and_float64_is_left_alone() -> None:
+    layer, x = scaled_model().stack.blocks[0].feed_forward, torch.randn(2, 3, WIDTH)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), expected)
+        layer, x = layer.float(), x.float()
+        forward = torch.func.jvp(layer, (x,), (x,))[1]
+        reverse = torch.func.vmap(torch.func.grad(lambda x: layer(x).sum()))(x)
+    torch.testing.assert_close((reverse * x).sum(), forward.sum(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("log_scale", [800.0, -800.0])
+def test_a_scale_out_of_range_is_named_and_nothing_is_proven(log_scale: float) -> None:
+    model = scaled_model()
+    z = model.stack(model.embedding(random_tokens(1))).detach()
+    with torch.no_grad():
+        model.stack.blocks[1].feed_forward.scaling.log_scale[2] = log_scale
+    assert math.isinf(certify(model, kind="global").total)
+    solution = model.stack.inverse(z, throw=False)
+    assert solution.error_bound.isinf().all()
+    with pytest.raises(NonFiniteError, match="block_01/feed_forward"):
+        enforce(model, torch.float64)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_large_inputs_and_one_much_larger_are_initialised_to_finite_outputs(bounded: bool) -> None:
+    stack = scaled_model(bounded=bounded, strictly_causal=bounded).stack.float()
+    x = 4e5 * torch.randn(8, SEQ_LEN, WIDTH, dtype=torch.float32)
+    x[0] *= 1000
+    stack.initialise(x)
+    assert stack(x).isfinite().all()
+    for _, layer in stack.residual_layers():
+        assert (layer.scaling(x).flatten(0, 1).std(0) < 100).all()
+
+
+def test_branches_write_one_after_the_other_from_the_first_free_channel_on() -> None:
+    layers = small_model().stack.residual_layers()
+    to_these = [layer.scaling.written.tolist() for _, layer in layers]
+    assert to_these == [[4, 5, 6], [7, 8, 9], [10, 11, 0], [1, 2, 3]]
