@@ -1,8 +1,9 @@
 """Invertible, provably Lipschitz Transformers: train, certify, monitor and invert them.
 
 ``load`` opens a trained model; ``certify`` and the modules of ``invformer.nn`` (as ``layers``) work
-in other people's models, ``local_constants`` and ``LipschitzMonitor`` on them. All are imported on
-first use, so that command lines answer at once.
+in other people's models, ``local_constants`` and ``LipschitzMonitor`` on them;
+``BitsPerCharacter`` is one of torchmetrics' metrics. All are imported on first use, so that command
+lines answer at once.
 """
 
 from importlib import import_module
@@ -10,14 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from invformer import nn as layers
+    from invformer.evaluation.likelihood import BitsPerCharacter
     from invformer.lipschitz.submodules import local_constants
     from invformer.model import load
     from invformer.nn.proof import certify
     from invformer.training.monitor import LipschitzMonitor
 
 __version__ = "0.2.0"
-__all__ = ["LipschitzMonitor", "__version__", "certify", "layers", "load", "local_constants"]
+__all__ = [
+    "BitsPerCharacter", "LipschitzMonitor", "__version__", "certify", "layers", "load",
+    "local_constants",
+]  # fmt: skip
 PLACES = {
+    "BitsPerCharacter": "evaluation.likelihood",
     "LipschitzMonitor": "training.monitor",
     "certify": "nn.proof",
     "layers": "nn",

@@ -110,7 +110,7 @@ def evaluate(
         "weight_bits": checkpoint.metadata.get("weight_bits"),  # of an exported model
         "evaluated_with": command_line(config),
         "model": {"name": trained.model.name, "parameters": sum(map(Tensor.numel, parameters))},
-        "bpc": likelihood.nats / math.log(2),
+        "bpc": likelihood.bpc,
         "nats": likelihood.nats,
         "num_characters": likelihood.num_characters,
         "precision": trained.trainer.precision,

@@ -4,15 +4,18 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional as F
+from torchmetrics import Metric
 
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
 
+LN2 = math.log(2)
 Window = tuple[Tensor, Tensor, Tensor]
 
 
@@ -20,9 +23,42 @@ Window = tuple[Tensor, Tensor, Tensor]
 class Likelihood:
     """How well a text is predicted."""
 
-    nats: float  # mean −ln p per character
+    bpc: float  # bits per character: mean −log₂ p
     num_characters: int  # scored: every character of the split, once
     seconds: float  # wall time of the forward passes
+
+    @property
+    def nats(self) -> float:
+        """Mean −ln p per character."""
+        return self.bpc * LN2
+
+
+class BitsPerCharacter(Metric):
+    """Σ −log₂ p / (number of characters), for any code length in nats.
+
+    The sums are kept in float64 and int64, whatever the precision of the model: float32, as in
+    torchmetrics' ``Perplexity``, drifts by 4e-5 over a million characters. Processes are added up
+    by :meth:`compute`, which is exact to rounding.
+    """
+
+    is_differentiable, higher_is_better, full_state_update = False, False, False
+    nats: Tensor
+    count: Tensor
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        zero = torch.zeros((), dtype=torch.float64)
+        self.add_state("nats", zero, dist_reduce_fx="sum")
+        self.add_state("count", zero.long(), dist_reduce_fx="sum")
+
+    def update(self, nats: Tensor | float, count: Tensor | int) -> None:
+        """Add characters: Σ −ln p of them, and how many there are. Nothing waits for the device."""
+        self.nats = self.nats.double() + nats  # double: module.to(bfloat16) casts it
+        self.count = self.count + count
+
+    def compute(self) -> Tensor:
+        """Bits per character, a float64 scalar; NaN without characters."""
+        return self.nats / self.count / LN2
 
 
 def window_nats(
@@ -38,17 +74,17 @@ def window_nats(
 
 @torch.no_grad()
 def score(model: CharTransformer, windows: Iterable[Window], device: torch.device) -> Likelihood:
-    """Mean nats per character of a split, from (inputs, targets, scored) batches of windows.
+    """Bits per character of a split, from (inputs, targets, scored) batches of windows.
 
     They score every character once, except the first, which no context predicts: it costs ln V.
     """
-    total = torch.tensor(math.log(model.head.out_features), dtype=torch.float64)
-    count = 1
+    metric = BitsPerCharacter().to(device)
+    metric.update(math.log(model.head.out_features), 1)
     start = time.perf_counter()
     weights = model.weights()
     for inputs, targets, scored in windows:
-        logits = model(inputs.to(device), weights)
-        total += window_nats(logits, targets.to(device), scored.to(device)).cpu()
-        count += int(scored.sum())
-    seconds = time.perf_counter() - start
-    return Likelihood(nats=total.item() / count, num_characters=count, seconds=seconds)
+        scored = scored.to(device)
+        nats = window_nats(model(inputs.to(device), weights), targets.to(device), scored)
+        metric.update(nats, scored.sum())
+    bpc = metric.compute().item()  # waits for the device
+    return Likelihood(bpc, int(metric.count), time.perf_counter() - start)

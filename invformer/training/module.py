@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.errors import NonFiniteError
-from invformer.evaluation.likelihood import window_nats
+from invformer.evaluation.likelihood import LN2, BitsPerCharacter, window_nats
 from invformer.kernels.cuda_graph import Replayed, with_gradients
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
@@ -28,8 +28,6 @@ from invformer.training.rows import record
 from invformer.training.weight_average import WeightAverage
 from invformer.weights.dropout import Dropout, sample_keys, set_sample_keys
 from invformer.weights.spectral import normalised, refresh_normalisers
-
-LN2 = math.log(2)
 
 
 class CharLanguageModel(L.LightningModule):
@@ -75,7 +73,7 @@ class CharLanguageModel(L.LightningModule):
         self.cuda_graph = cuda_graph
         self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
         self.validated: StackWeights | None = None  # weights, while a validation runs
-        self.scored: Tensor  # nats and number of the characters that it has scored
+        self.bits_per_character = BitsPerCharacter()  # of the split that is validated
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
@@ -254,8 +252,8 @@ class CharLanguageModel(L.LightningModule):
         """Charge the split's first character, which has no context, at ln V nats."""
         self.validated = self.weights_at_once()
         first = math.log(self.model.head.out_features), 1
-        once = first if self.trainer.is_global_zero else (0, 0)
-        self.scored = torch.tensor(once, dtype=torch.float64, device=self.device)
+        self.bits_per_character.reset()
+        self.bits_per_character.update(*(first if self.trainer.is_global_zero else (0.0, 0)))
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
         """Add the code length of one batch: windows, their targets, and which of these to score."""
@@ -264,24 +262,24 @@ class CharLanguageModel(L.LightningModule):
         of_batch = self.code_length
         if self.replays:  # a graph for each shape: the last batch may be smaller
             of_batch = self._replayed_validation.setdefault(inputs.shape, Replayed(of_batch))
-        self.scored += of_batch(inputs, targets, scored, self.validated)
+        self.bits_per_character.update(*of_batch(inputs, targets, scored, self.validated))
 
     def code_length(
         self, inputs: Tensor, targets: Tensor, scored: Tensor, weights: StackWeights | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Nats and number of the characters of windows that are scored."""
-        nats = window_nats(self.model(inputs, weights), targets, scored)
-        return torch.stack([nats, scored.sum()])
+        return window_nats(self.model(inputs, weights), targets, scored), scored.sum()
 
     def on_validation_epoch_end(self) -> None:
         """Log bits per character of the whole split, in the row of the last step."""
         self.validated = None
-        nats, count = mean_of_processes(self.scored)
-        bpc = nats / count / LN2
+        with torch.inference_mode(False):  # gloo cannot write into the tensors of a validation
+            bpc = self.bits_per_character.compute()
         if not math.isfinite(bpc.item()):
             raise NonFiniteError.at(self.step, f"validation bits per character are {bpc.item()}")
         step = torch.tensor(self.step, dtype=torch.float64)  # where Lightning looks for the step
-        self.log_dict({"val/bpc": bpc, "val/nats": bpc * LN2, "step": step}, sync_dist=False)
+        self.log("val/bpc", self.bits_per_character)
+        self.log_dict({"val/nats": bpc * LN2, "step": step}, sync_dist=False)
 
     def configure_optimizers(self) -> Any:
         """The optimiser, and its schedule by optimiser steps."""

@@ -1,0 +1,75 @@
+"""Bits per character as a metric: exact sums, in any module, on any number of processes."""
+
+import math
+from fractions import Fraction
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from invformer import BitsPerCharacter
+from tests.support.small_runs import own_trainer
+
+
+def code_lengths(batches: int) -> list[tuple[Tensor, int]]:
+    generator = torch.Generator().manual_seed(0)
+    nats = torch.rand(batches, generator=generator, dtype=torch.float64) * 500
+    return [(x, 100 + i % 3) for i, x in enumerate(nats)]
+
+
+def exact(given: list[tuple[Tensor, int]]) -> float:
+    """The quotient of exact sums."""
+    nats = sum(Fraction(x.item()) for x, _ in given)
+    return float(nats / sum(count for _, count in given)) / math.log(2)
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float64])
+def test_many_batches_are_summed_without_drift_whatever_the_module_is_cast_to(
+    cast: torch.dtype | None,
+) -> None:
+    given, metric = code_lengths(3000), BitsPerCharacter().to(cast)
+    for _ in range(2):
+        metric.reset()
+        for nats, count in given:
+            metric.update(nats, count)
+        assert metric.compute().item() == pytest.approx(exact(given), rel=1e-13)
+        assert metric.count == sum(count for _, count in given)
+
+
+def test_processes_are_added_up_and_go_on_from_their_own_sums() -> None:
+    given = code_lengths(9)
+    other = BitsPerCharacter()
+    for part in given[5:]:
+        other.update(*part)
+    states = {torch.float64: other.nats, torch.int64: other.count}
+    metric = BitsPerCharacter(
+        distributed_available_fn=lambda: True, dist_sync_fn=lambda x, group: [x, states[x.dtype]]
+    )
+    for part in given[:5]:
+        metric.update(*part)
+    assert metric.compute().item() == pytest.approx(exact(given), rel=1e-15)
+    assert metric.count == sum(count for _, count in given[:5])
+
+
+class Guess(L.LightningModule):
+    """Validates a uniform guess among some symbols."""
+
+    def __init__(self, symbols: int) -> None:
+        super().__init__()
+        self.bpc, self.cost = BitsPerCharacter(), math.log(symbols)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.bpc.update(len(batch[0]) * self.cost, len(batch[0]))
+        self.log("val/bpc", self.bpc)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore:.*many workers")
+def test_it_is_logged_by_any_module_and_begins_anew_with_each_validation() -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(7)), batch_size=3)
+    module, trainer = Guess(32), own_trainer()
+    for symbols in (32, 8):
+        module.cost = math.log(symbols)
+        (found,) = trainer.validate(module, loader, verbose=False)
+        assert found["val/bpc"] == pytest.approx(math.log2(symbols), rel=1e-12)
