@@ -60,6 +60,11 @@ def typed(program: str) -> list[list[str]]:
     return [words[2:] for words in lines if words[:2] == ["python", program]]
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 110
+    assert len(README.split()) <= 1200
+
+
 def test_every_training_and_every_evaluation_command_is_valid() -> None:
     for words in typed("train.py"):
         assert isinstance(load_config(words), TrainConfig), words
