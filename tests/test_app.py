@@ -66,7 +66,7 @@ def test_metrics_hold_one_complete_row_per_step_and_other_loggers_get_the_same(
 @pytest.mark.parametrize(
     "model",
     [
-        ("model.head_dropout=0.1",),
+        ("model.head_dropout=0.1", "model.dropout=0.1"),
         ("model=dot_product", "model.dropout=0.1"),
         pytest.param(("model.head_dropout=0.1", "trainer.compile=true"), marks=COMPILES),
     ],

@@ -67,7 +67,9 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
             written = written_channels(width, index, config.written_channels, d_embedding)
             scalings = DiagonalScaling(width, written[0]), DiagonalScaling(width, written[1])
         d_norm = width if config.activation_norm else None
-        blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius, scalings))
+        blocks.append(
+            InvertibleBlock(attention, feed_forward, d_norm, radius, scalings, config.dropout)
+        )
     kind = "causal" if config.certificate == "causal" else "global"
     return InvertibleStack(blocks, seq_len, KIM_NORMS.get(config.certificate, "token_max"), kind)
 

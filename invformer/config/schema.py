@@ -78,7 +78,7 @@ class ModelConfig(Section, key="model"):
     d_embedding: int | None = option(None, "channels it writes; null is d_model // 3", SIZE)
     initial_sharpness: float = option(8.0, "bend of feed-forward units at first", "[1e-6, 1e6]")
     initial_output: float = option(0.1, "entries of a branch's output at first", "[1e-6, 1e6]")
-    dropout: float = option(0.0, "probability on a branch's output, baselines only", "[0, 1)")
+    dropout: float = option(0.0, "probability on a branch's output in training", "[0, 1)")
     head_dropout: float = option(0.0, "probability on the head's input, after the stack", "[0, 1)")
 
     def check(self) -> None:
@@ -113,8 +113,6 @@ class ModelConfig(Section, key="model"):
             self.refuse("activation_norm", why)
         if self.written_channels and not self.diagonal_scaling:
             self.refuse("written_channels", "needs model.diagonal_scaling=true")
-        if self.dropout > 0:
-            self.refuse("dropout", f"{self.dropout} would void the certificate of {name}")
 
     @property
     def is_contractive(self) -> bool:

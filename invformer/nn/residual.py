@@ -20,6 +20,7 @@ from invformer.numerics.fixed_point import (
 from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.residual_equation import Kind
 from invformer.weights.affine import in_two_formats
+from invformer.weights.dropout import Dropout
 from invformer.weights.scaling import (
     ActivationNorm,
     DiagonalScaling,
@@ -76,9 +77,13 @@ class InvertibleResidual(nn.Module):
     1-Lipschitz, so every constant of f still holds, and the output of the branch is bounded
     (docs/numerics.md §17).
 
+    In training mode dropout acts on D⁻¹f. Constants, certificates, estimates and the inverse are
+    those of the layer without it, which is what eval mode computes.
+
     Args:
         scaling: D and b; None is D = I and b = 0.
         input_radius: R > 0; None shows the branch u itself.
+        dropout: probability.
     """
 
     def __init__(
@@ -86,20 +91,23 @@ class InvertibleResidual(nn.Module):
         branch: LipschitzBranch,
         scaling: DiagonalScaling | None = None,
         input_radius: float | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.branch = branch
         self.scaling = scaling
         self.input_radius = input_radius
+        self.dropout = Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tokens, weights: ResidualWeights | None = None) -> Tokens:
         """x + D⁻¹ f(ψ_R(D x + b))."""
         weights = weights or self.weights()
         if weights.centre is not None:
             x, seen = in_two_formats(x)
-            return x + self.branch(seen, weights.branch, weights.centre)
+            return x + self.dropout(self.branch(seen, weights.branch, weights.centre))
         u = weights.scale_input(x)  # D x + b
-        return x + weights.unscale_output(self.f(u, weights.branch))  # x + D⁻¹ f(ψ_R(u))
+        f = weights.unscale_output(self.f(u, weights.branch))
+        return x + self.dropout(f)  # x + D⁻¹ f(ψ_R(u))
 
     def f(self, u: Tokens, weights: Any = None) -> Tokens:
         """f(ψ_R(u)), with weights of the branch."""
@@ -225,6 +233,7 @@ class InvertibleBlock(nn.Module):
         d_model: width, for the two normalisations; None leaves them out.
         input_radius: of both residual layers.
         scalings: of the attention's layer and of the feed-forward's.
+        dropout: of both residual layers.
     """
 
     def __init__(
@@ -234,11 +243,12 @@ class InvertibleBlock(nn.Module):
         d_model: int | None = None,
         input_radius: float | None = None,
         scalings: tuple[DiagonalScaling | None, DiagonalScaling | None] = (None, None),
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.attention = InvertibleResidual(attention, scalings[0], input_radius)
+        self.attention = InvertibleResidual(attention, scalings[0], input_radius, dropout)
         self.attention_norm = None if d_model is None else ActivationNorm(d_model)
-        self.feed_forward = InvertibleResidual(feed_forward, scalings[1], input_radius)
+        self.feed_forward = InvertibleResidual(feed_forward, scalings[1], input_radius, dropout)
         self.feed_forward_norm = None if d_model is None else ActivationNorm(d_model)
 
     def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:

@@ -16,6 +16,7 @@ from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bo
 from invformer.numerics.fixed_point_solution import FixedPointSolution
 from invformer.numerics.norms import NORMS, Norm, Tokens, unknown_norm
 from invformer.numerics.residual_equation import Kind
+from invformer.weights.dropout import Dropout
 from invformer.weights.position_bias import POSITIONS
 from invformer.weights.scaling import ActivationNorm, DiagonalScaling, scalings_together
 
@@ -193,6 +194,7 @@ class InvertibleStack(nn.Module):
             own = original_class(layer.branch)
             require_type(name, layer.branch, (own,) if vars(own).get("is_proven") else ())
             require_type(name, layer.scaling, (DiagonalScaling, type(None)))
+            require_type(name, layer.dropout, (Dropout, nn.Identity))
             if isinstance(position := getattr(layer.branch, "position", None), nn.Module):
                 require_type(name, position, POSITIONS)  # whose mass enters the bound
 

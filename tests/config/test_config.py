@@ -145,7 +145,7 @@ def test_a_typo_is_answered_with_the_nearest_name(word: str, says: str) -> None:
 NONSENSE = [
     "model.lipschitz_target=1.5", "model.lipschitz_target=nan", "model.num_heads=5",
     "model.d_model=96.0", "model.d_model=true", "model.d_model=None", "model.d_model=[96]",
-    "model.d_embedding=129", "model.dropout=0.1", "model.dropout=1 model=l2",
+    "model.d_embedding=129", "model.dropout=1 model=l2",
     "model.certificate=null", "model.certificate=causal model=dot_product",
     "model.strictly_causal=true", "model.strictly_causal=true model=l2", "model.input_radius=0",
     "model.input_radius=2 model=dot_product", "model.input_radius=2 model=contractive_l2_paper",

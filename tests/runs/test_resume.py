@@ -123,7 +123,7 @@ def test_every_recipe_resumes_at_the_same_bits(
     assert (losses(tmp_path) == losses(whole)) == (more == ("optim.ema_decay=0.9",))
 
 
-@pytest.mark.parametrize("model", [("model.head_dropout=0.2",), DROPOUT])
+@pytest.mark.parametrize("model", [("model.head_dropout=0.2", "model.dropout=0.1"), DROPOUT])
 def test_a_signal_between_the_batches_of_a_step_lets_it_end_and_costs_no_bit(
     tmp_path: Path, model: tuple[str, ...]
 ) -> None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from invformer.nn import NoCertificateError, certify
 from invformer.weights.dropout import Dropout, sample_keys, set_sample_keys
+from tests.support.builders import SEQ_LEN, WIDTH, contractive_model
 
 ONES = torch.ones(6, 50, 40)
 
@@ -53,3 +55,24 @@ def test_without_keys_or_training_it_is_pytorchs() -> None:
     assert torch.equal(ours, nn.functional.dropout(ONES, 0.5))
     set_sample_keys(layer, sample_keys(0, 0, 6))
     assert torch.equal(layer.eval()(ONES), ONES)
+
+
+@pytest.mark.parametrize("scaled", [False, True])  # folded into the weights in training
+def test_dropout_in_certified_branches_changes_training_and_nothing_else(scaled: bool) -> None:
+    plain, dropped = (contractive_model(scaled=scaled, dropout=p).stack for p in (0.0, 0.3))
+    dropped.load_state_dict(plain.state_dict())
+    x = torch.randn(2, SEQ_LEN, WIDTH)
+    z = plain(x).detach()
+    assert not torch.allclose(dropped(x), z, rtol=0.01)
+    assert torch.equal(dropped.eval()(x), z)
+    with torch.no_grad():
+        for mode in (True, False):
+            assert torch.equal(dropped.train(mode).inverse(z).value, plain.inverse(z).value)
+    assert certify(dropped) == certify(plain)
+
+
+def test_another_module_in_the_place_of_dropout_is_not_certified() -> None:
+    stack = contractive_model(dropout=0.3).stack
+    stack.blocks[1].attention.dropout = nn.LeakyReLU(2.0)
+    with pytest.raises(NoCertificateError, match="block_01/attention: no proof is known for Leaky"):
+        certify(stack)
