@@ -33,21 +33,22 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from statistics import fmean, median
+from itertools import product
+from statistics import median
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from invformer.config.schema import CorpusName
 from invformer.config.section import option
 from invformer.data.windows import TrainingWindows
 from invformer.nn.spectral import refresh_normalisers
 from invformer.training.optimizers import warmup_cosine
-from studies.report import Figure, Finding, Rows, Summary, by, panels
+from studies.report import Figure, Finding, Rows, Summary, by, look_of, panels
+from studies.roc import Labels, between, threshold
 from studies.study import Study, case_of, program, progress
-from studies.subjects import NanoGPT, Ours, of_attention
+from studies.subjects import NanoGPT, Ours, largest_weight, of_attention, spike, validation
 from studies.training import GRAD_CLIP, ModelCase, ModelOptions, TextConfig
 
 Family = Literal[
@@ -55,19 +56,18 @@ Family = Literal[
     "l2/adamw", "l2/muon", "certified/muon",
 ]  # fmt: skip
 SEEDS = 3
+COMBINATIONS = 4 * SEEDS  # of warm-up, clipping and seed
 AT = (0.02, 0.05, 0.1, 0.2)  # shares of the steps
 FIRST = 0.05  # the time of the verdict
 WATCHED = 10  # times that the alarm looks, evenly spaced
 SICK = 0.1  # nats above the best of a family
-ALLOWED = 0.05  # share of healthy runs that a threshold may accuse where it is chosen
-WINDOW = 10  # losses in SpikeDetection's running mean
 FREE = (
     "loss", "gradient_norm", "update_ratio", "weight_norm", "largest_logit", "entropy", "spike",
 )  # fmt: skip
 OURS = ("estimate", "estimate_attention", "estimate_feed_forward", "growth")
 LOW_IS_SICK = ("entropy",)
 AS_THEY_ARE = ("spike", "growth")
-RESAMPLES = 2000
+SPIKES = 2.0  # excess at which SpikeDetection ends a training, by default
 
 
 @dataclass(kw_only=True)
@@ -195,38 +195,203 @@ def keep(series: dict[str, list[float]], found: dict[str, float]) -> None:
         series.setdefault(name, []).append(math.inf if math.isnan(value) else value)
 
 
-def spike(losses: Sequence[float]) -> float:
-    """The largest rise of a loss above the mean of the ten before it, as a share of that."""
-    rises = [0.0]
-    for i, (before, loss) in enumerate(pairwise(losses), 1):
-        mean = fmean(losses[max(0, i - WINDOW) : i])
-        rises.append((loss - mean) / mean if loss > before else 0.0)
-    return max(rises)
+@dataclass(frozen=True)
+class Run:
+    """A run beside the others of its family."""
+
+    case: Case
+    result: Result
+    family: str
+    best: tuple[Case, Result]  # of the family
+
+    @property
+    def is_sick(self) -> bool:
+        """Ended more than 0.1 nats above the best of its family."""
+        return not self.result.val_nats <= self.best[1].val_nats + SICK
+
+    @property
+    def group(self) -> str:
+        """Judged, or reported apart."""
+        if self.case.family.startswith("certified"):
+            return "certified"
+        return "judged" if self.case.lr >= self.best[0].lr else "too small"
+
+    def reading(self, signal: str, step: int) -> float:
+        """A signal after some steps; infinite if the run had ended."""
+        if step not in self.result.points:
+            return math.inf
+        index = self.result.points.index(step)
+        if signal in FREE:
+            return self.result.readings[signal][index]
+        branches = self.branches(signal.removeprefix("estimate_") if "_" in signal else None)
+        if signal == "growth":
+            return max(divided(series[index], series[0]) for series in branches)
+        return max(series[index] for series in branches)
+
+    def branches(self, kind: str | None) -> list[list[float]]:
+        """The series of all branches of a kind; None takes blocks if they were measured."""
+        series = self.result.branches
+        if kind is not None:
+            return [values for name, values in series.items() if name.endswith(kind)]
+        blocks = [values for name, values in series.items() if "/" not in name]
+        return blocks or list(series.values())
+
+    @property
+    def growth(self) -> list[float]:
+        """The alarm's signal at every reading."""
+        return [self.reading("growth", step) for step in self.result.points]
 
 
-def largest_weight(blocks: nn.Module) -> float:
-    """The largest spectral norm of a matrix in the blocks, each head's its own."""
-    named = blocks.named_parameters()
-    found = [w.detach() for name, w in named if w.dim() > 1 and "position" not in name]
-    if not all(w.isfinite().all() for w in found):
-        return math.inf
-    return max(torch.linalg.matrix_norm(w, 2).max().item() for w in found)
+def divided(value: float, start: float) -> float:
+    """The ratio, infinite where it is no number."""
+    ratio = value / start if start else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
 
 
-@torch.no_grad()
-def validation(subject: Ours | NanoGPT) -> float:
-    """Nats per character of the validation text's whole windows."""
-    inputs, targets = subject.text
-    parts = zip(inputs.split(64), targets.split(64), strict=True)
-    return sum(subject.nats(*part).item() * len(part[0]) for part in parts) / len(inputs)
+def runs_of(rows: Rows[Case, Result]) -> list[Run]:
+    """Every run with the best of its family."""
+    found = []
+    for (family, text), group in by(rows, "family", "sha256").items():
+        best = min(group, key=lambda row: row[1].val_nats)
+        found += [Run(case, result, f"{family} {text}", best) for case, result in group]
+    return found
 
 
-def summarise(rows):
-    return Summary([{"a": 1}])
+def scores_of(runs: Sequence[Run], signal: str, share: float) -> Tensor:
+    """A signal of all runs after a share of the steps, higher where it is worse.
+
+    The logarithm of its ratio to the median of the family's healthy runs, or itself.
+    """
+    found = [run.reading(signal, round(share * run.case.num_steps)) for run in runs]
+    scores = torch.tensor(found, dtype=torch.float64)
+    if signal not in AS_THEY_ARE:
+        healthy: dict[str, list[float]] = {}
+        for run, value in zip(runs, found, strict=True):
+            if not run.is_sick:
+                healthy.setdefault(run.family, []).append(value)
+        usual = torch.tensor([median(healthy[run.family]) for run in runs], dtype=torch.float64)
+        sign = -1 if signal in LOW_IS_SICK else 1
+        scores = sign * (scores / usual).log()
+    ended = ~torch.tensor(found).isfinite() | scores.isnan()
+    return scores.masked_fill(ended, math.inf)
 
 
-def draw(rows):
-    return panels(1, 1)[0]
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """The table of signals, and the verdict about the estimate."""
+    runs = runs_of(rows)
+    judged = [run for run in runs if run.group == "judged"]
+    if not judged:
+        return Summary([], [(None, "no family without a certificate: nothing is judged")])
+    names = sorted({run.family for run in judged})
+    labels = Labels(
+        torch.tensor([run.is_sick for run in judged]),
+        torch.tensor([names.index(run.family) for run in judged]),
+    )
+    table = [line_of(judged, labels, signal) for signal in (*FREE, *OURS)]
+    counts = f"{len(judged)} runs of {len(names)} families, {int(labels.sick.sum())} sick"
+    cells = {(run.family, run.case.lr) for run in runs}
+    drawn = (
+        f"{len(runs)} runs in all, {len(runs) / len(cells) / COMBINATIONS:.2f} of all combinations"
+    )
+    findings = [*verdict(judged, labels), *beside(runs, judged, labels)]
+    return Summary(table, [(None, f"{counts}; {drawn}"), *findings])
+
+
+def line_of(judged: Sequence[Run], labels: Labels, signal: str) -> dict[str, Any]:
+    """Areas at four times; at 5 % what a threshold of other families finds and accuses."""
+    line: dict[str, Any] = {"signal": signal}
+    for share in AT:
+        line[f"area {100 * share:.0f} %"] = labels.area(scores_of(judged, signal, share))
+    found, accused = labels.held_out(scores_of(judged, signal, FIRST))
+    return line | {"found": between(found), "accused": between(accused)}
+
+
+def verdict(judged: Sequence[Run], labels: Labels) -> list[Finding]:
+    """Whether the estimate's area is large, and what is missing half of any free signal's."""
+    ours = labels.area(scores_of(judged, "estimate", FIRST))
+    resampled = labels.resampled_areas(scores_of(judged, "estimate", FIRST))
+    areas, resamples = {}, []
+    for signal in FREE:  # whichever way it points
+        scores = scores_of(judged, signal, FIRST)
+        areas[signal] = max(labels.area(scores), 1 - labels.area(scores))
+        again = labels.resampled_areas(scores)
+        resamples.append(torch.maximum(again, 1 - again))
+    best = max(areas, key=lambda signal: areas[signal])
+    half = (1 - resampled) <= (1 - torch.stack(resamples).amax(0)) / 2
+    sure = half[~resampled.isnan()].double().mean().item()
+    is_half = areas[best] < ours and 1 - ours <= (1 - areas[best]) / 2 and sure >= 0.95
+    low, high = resampled.nanquantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    when = f"after {100 * FIRST:.0f} % of the steps"
+    return [
+        (ours >= 0.9, f"{when} the estimate's area is {ours:.3f} ({low:.3f} to {high:.3f})"),
+        (
+            is_half,
+            f"{when} the best free signal, {best}, has {areas[best]:.3f}; one minus the estimate's "
+            f"is at most half of one minus that in {100 * sure:.0f} % of resamples",
+        ),
+    ]
+
+
+def beside(runs: Sequence[Run], judged: Sequence[Run], labels: Labels) -> list[Finding]:
+    """The alarm, SpikeDetection as Lightning has it, rates that are too small, certified models."""
+    growth = [run.growth for run in judged]
+    peaks = torch.tensor([max(series) for series in growth], dtype=torch.float64)
+    limit = threshold(peaks[~labels.sick])
+    found, accused = labels.held_out(peaks)
+    when = [
+        run.result.points[next(i for i, value in enumerate(series) if value > limit)]
+        / run.case.num_steps
+        for run, series in zip(judged, growth, strict=True)
+        if run.is_sick and max(series) > limit
+    ]
+    early = f", half of them by {100 * median(when):.0f} % of the steps" if when else ""
+    spiked = [max(run.result.readings["spike"]) >= SPIKES for run in judged]
+    caught = [spike for run, spike in zip(judged, spiked, strict=True) if run.is_sick]
+    lines = [
+        f"alarm: some branch grows more than {limit:.3g} times: finds {between(found)} of the "
+        f"sick runs of other families{early}, accuses {between(accused)} of the healthy ones",
+        f"SpikeDetection stops {sum(caught)} of {len(caught)} sick runs "
+        f"and {sum(spiked) - sum(caught)} of {len(spiked) - len(caught)} healthy ones",
+    ]
+    for group in ("too small", "certified"):
+        part = [run for run in runs if run.group == group]
+        if part:
+            alarms = sum(max(run.growth) > limit for run in part)
+            sick = [run for run in part if run.is_sick]
+            heard = sum(max(run.growth) > limit for run in sick)
+            lines.append(
+                f"{group}: {len(sick)} of {len(part)} runs are sick; the alarm sounds in {heard} "
+                f"of these, in {alarms - heard} of the others"
+            )
+    return [(None, line) for line in lines]
+
+
+def draw(rows: Rows[Case, Result]) -> Figure:
+    """Areas against time, growth of every run, and its peak against the final loss."""
+    figure, (areas, growth, ends) = panels(1, 3)
+    runs = runs_of(rows)
+    judged = [run for run in runs if run.group == "judged"]
+    for index, line in enumerate(summarise(rows).table):
+        bold = {"linewidth": 2.5} if line["signal"] in OURS else {}
+        values = [line[f"area {100 * share:.0f} %"] for share in AT]
+        look = look_of(index) | bold
+        areas.plot([100 * share for share in AT], values, label=line["signal"], **look)
+    areas.set(xlabel="share of the steps, %", ylabel="area under the ROC curve", xscale="log")
+    for run in judged:
+        at = [100 * step / run.case.num_steps for step in run.result.points]
+        colour, line = ("0", "-") if run.is_sick else ("0.7", ":")
+        growth.plot(at, run.growth, color=colour, linestyle=line, linewidth=0.6)
+    growth.set(xlabel="share of the steps, %", ylabel="largest growth of a branch", yscale="log")
+    growth.set(title="solid: sick, dotted grey: healthy")
+    for index, group in enumerate(("judged", "too small", "certified")):
+        part = [run for run in runs if run.group == group and math.isfinite(run.result.val_nats)]
+        above = [max(run.result.val_nats - run.best[1].val_nats, 1e-3) for run in part]
+        look = {**look_of(index), "linestyle": "none"}
+        ends.plot([max(run.growth) for run in part], above, label=group, **look)
+    ends.axhline(SICK, color="0.5", linewidth=0.8)
+    ends.set(xlabel="largest growth of a branch", ylabel="nats above the best of the family")
+    ends.set(xscale="log", yscale="log")
+    return figure
 
 
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)

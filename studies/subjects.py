@@ -4,9 +4,11 @@ import contextlib
 import importlib.util
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +31,7 @@ MUON_TO_ADAM = 4  # Muon's rate over AdamW's for vectors and embeddings, as trai
 WEIGHT_DECAY, BETAS = 0.1, (0.9, 0.99)  # of nanoGPT's AdamW
 # Of local constants, which are compared by their logarithms.
 STEPS, RTOL = 6, 0.1
+WINDOW = 10  # losses in SpikeDetection's running mean
 
 
 class Ours:
@@ -147,3 +150,29 @@ def of_attention(subject: Ours | NanoGPT) -> tuple[float, float]:
         largest.append(logits.abs().tril().max().item())
         least.append(torch.special.entr(p).sum(-1).mean(-1).min().item())
     return max(largest), min(least)  # NaN anywhere is told from losses
+
+
+def spike(losses: Sequence[float]) -> float:
+    """The largest rise of a loss above the mean of the ten before it, as a share of that."""
+    rises = [0.0]
+    for i, (before, loss) in enumerate(pairwise(losses), 1):
+        mean = fmean(losses[max(0, i - WINDOW) : i])
+        rises.append((loss - mean) / mean if loss > before else 0.0)
+    return max(rises)
+
+
+def largest_weight(blocks: nn.Module) -> float:
+    """The largest spectral norm of a matrix in the blocks, each head's its own."""
+    named = blocks.named_parameters()
+    found = [w.detach() for name, w in named if w.dim() > 1 and "position" not in name]
+    if not all(w.isfinite().all() for w in found):
+        return math.inf
+    return max(torch.linalg.matrix_norm(w, 2).max().item() for w in found)
+
+
+@torch.no_grad()
+def validation(subject: Ours | NanoGPT) -> float:
+    """Nats per character of the validation text's whole windows."""
+    inputs, targets = subject.text
+    parts = zip(inputs.split(64), targets.split(64), strict=True)
+    return sum(subject.nats(*part).item() * len(part[0]) for part in parts) / len(inputs)

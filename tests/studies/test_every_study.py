@@ -37,6 +37,9 @@ SMALL = {
     "damage": "models=[CERTIFIED,TWIN] bits=[4] noise=[2] dropped=[1] num_windows=1",
     "depth_stability": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} "
     "data.val_characters=200 kinds=[dot_product,l2,certified]",
+    "early_warning": f"{MODEL} num_steps=20 families=[l2/adamw,bare/muon] texts=[TEXT] "
+    "max_characters=4000 val_characters=190 adam_rates=[0.01,10] muon_rates=[0.01,10] "
+    "runs_per_rate=1",
     "equal_time": "kinds=[nanogpt,nanogpt_tuned] adam_rates=[1e-3] minutes=[1e-6] num_turns=1 "
     f"overrides=[{RUN},model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
     "frontier": f"{MODEL} {SHORT} num_windows=2 certificates=[token_max,causal] "
