@@ -43,8 +43,8 @@ from torch import Tensor, nn
 from invformer.config.schema import CorpusName
 from invformer.config.section import option
 from invformer.data.windows import TrainingWindows
-from invformer.nn.spectral import refresh_normalisers
 from invformer.training.optimizers import warmup_cosine
+from invformer.weights.spectral import refresh_normalisers
 from studies.report import Figure, Finding, Rows, Summary, by, look_of, panels
 from studies.roc import Labels, between, threshold
 from studies.study import Study, case_of, program, progress
@@ -372,9 +372,9 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     runs = runs_of(rows)
     judged = [run for run in runs if run.group == "judged"]
     for index, line in enumerate(summarise(rows).table):
-        bold = {"linewidth": 2.5} if line["signal"] in OURS else {}
+        width = 2.5 if line["signal"] in OURS else 1.0
         values = [line[f"area {100 * share:.0f} %"] for share in AT]
-        look = look_of(index) | bold
+        look: dict[str, Any] = look_of(index) | {"linewidth": width}
         areas.plot([100 * share for share in AT], values, label=line["signal"], **look)
     areas.set(xlabel="share of the steps, %", ylabel="area under the ROC curve", xscale="log")
     for run in judged:
@@ -386,7 +386,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     for index, group in enumerate(("judged", "too small", "certified")):
         part = [run for run in runs if run.group == group and math.isfinite(run.result.val_nats)]
         above = [max(run.result.val_nats - run.best[1].val_nats, 1e-3) for run in part]
-        look = {**look_of(index), "linestyle": "none"}
+        look = look_of(index) | {"linestyle": "none"}
         ends.plot([max(run.growth) for run in part], above, label=group, **look)
     ends.axhline(SICK, color="0.5", linewidth=0.8)
     ends.set(xlabel="largest growth of a branch", ylabel="nats above the best of the family")

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from invformer.branches.tied_l2.attention import TiedL2Attention
 from invformer.config.schema import OptimConfig
 from invformer.errors import ConfigurationError
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.lipschitz.submodules import local_constants
-from invformer.nn.attention import TiedL2Attention
-from invformer.nn.spectral import set_manual_refresh
 from invformer.numerics.l2_attention import split_heads
 from invformer.training.optimizers import build_optimizer
+from invformer.weights.spectral import set_manual_refresh
 from studies.layer_bounds import heads_of
 from studies.training import ModelCase, mean_nats, new_model, recorded_inputs
 
