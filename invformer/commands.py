@@ -25,10 +25,16 @@ from invformer.config.trained import (
     SampleConfig,
     is_hub_name,
 )
-from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
+from invformer.errors import (
+    CertificateViolation,
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    Stopped,
+)
 from invformer.numerics.rounding import shortened_down
 from invformer.runs.console import outlive_console, printable
-from invformer.runs.exit import guarded, stop_on_signals
+from invformer.runs.exit import guarded, raised_signals, stop_on_signals
 from invformer.runs.ranks import end_with_launcher, is_rank
 
 Config = TypeVar("Config", bound=Root)
@@ -61,6 +67,11 @@ def require_paths(config: Root) -> None:
                 f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
             )
     text = getattr(getattr(config, "data", None), "path", None)
+    if text == "-":
+        raise DataError(
+            "data.path: - is standard input, which is read only once; a run reads its text again "
+            "when it is continued: save it to a file"
+        )
     if text and is_missing(text):
         raise DataError(f"{text:.200}: no such file or folder; check data.path")
 
@@ -127,11 +138,16 @@ def evaluate(config: EvaluateConfig) -> None:
 
 def sample(config: SampleConfig) -> None:
     """Continue a prompt, character by character."""
-    from invformer.model import load
+    from invformer.runs.bar import Bar
 
-    model = load(config.checkpoint, config.device)
+    with Bar(desc="loading PyTorch and the model"):
+        from invformer.model import load
+
+        model = load(config.checkpoint, config.device)
     seed = config.seed
-    for prompt in [config.prompt] if config.prompt else prompts():
+    for prompt in (
+        prompts(config.prompt == "-") if config.prompt in (None, "", "-") else [config.prompt]
+    ):
         for _ in range(config.num_samples):
             characters = model.stream(
                 prompt, config.length, temperature=config.temperature,
@@ -144,9 +160,9 @@ def sample(config: SampleConfig) -> None:
             seed += 1
 
 
-def prompts() -> Iterator[str]:
+def prompts(is_piped: bool) -> Iterator[str]:
     """What a person types until Ctrl-D; a pipe's whole text; a newline if there is neither."""
-    if sys.stdin is None or not sys.stdin.isatty():
+    if is_piped or sys.stdin is None or not sys.stdin.isatty():
         yield read_text() or "\n"
         return
     import readline  # noqa: F401  # history and editing for input()
@@ -164,32 +180,49 @@ def invert(config: InvertConfig) -> None:
     """Encode a text or read its states, perturb them, and recover the text."""
     text = None
     if not config.states:
-        text = config.text or read_text(config.file)
+        text = read_text(config.file) if config.text in (None, "-") else config.text
         if not text:
             raise DataError(f"{config.file or STDIN}: there is no text to invert")
+    from invformer.runs.bar import Bar
 
-    from invformer.evaluation.recovered_text import perturb, print_recovered, readable
-    from invformer.model import load, read_states, write_states
+    with Bar(desc="loading PyTorch and the model"):
+        from invformer.evaluation.recovered_text import Shown, perturb
+        from invformer.model import joined, load, read_states, write_states
 
-    model = load(config.checkpoint, config.device)
+        model = load(config.checkpoint, config.device)
     z = model.encode(text) if text is not None else read_states(str(config.states))
     z, known = perturb(z, config.noise, config.bits, config.seed)
     if config.save_states:
         write_states(z, config.save_states)
-    start = time.perf_counter()
-    found = model.invert(z, **known)
-    seconds = time.perf_counter() - start
     given = None if text is None else model.vocabulary.symbols_of(text)
-    print_recovered(*readable(model.vocabulary, given, found.symbols, found.proven))
+    shown, stopped = Shown(model.vocabulary, given, len(z)), None
+    start = time.perf_counter()
+    try:
+        with raised_signals():
+            model.invert(z, **known, prove=config.prove, watch=shown)
+    except Stopped as error:
+        stopped = error
+    finally:
+        shown.finish()
+    seconds = time.perf_counter() - start
+    if not shown.windows:
+        assert stopped is not None
+        raise stopped
+    found = joined(model.vocabulary, shown.windows.values())
     count, unit = len(found.symbols), "bytes" if model.vocabulary.is_bytes else "characters"
     if given is not None:
-        right = [a == b for a, b in zip(given, found.symbols, strict=True)]
+        right = [a == b for a, b in zip(given, found.symbols, strict=stopped is None)]
         print(f"{sum(right)} of {count} {unit} recovered, ", end="")
         wrong = (sure and not same for sure, same in zip(found.proven, right, strict=True))
         if not known and any(wrong):
             raise CertificateViolation("a proven character is wrong: a bug in invformer")
     solver = f", the solver's part at most {found.error_bound:.2g}" if found.error_bound < 1 else ""
-    why = f" (none: {found.unproven})" if found.unproven else ""
+    whys = {
+        f"none: {found.unproven}": found.unproven,
+        "not asked for": not config.prove,
+        f"the first {found.tried} of {len(z)} were tried": found.tried < len(z),
+    }
+    why = next((f" ({why})" for why, holds in whys.items() if holds), "")
     print(f"{sum(found.proven)} of {count} proven{why}")
     if known and any(found.proven):
         print("proven: every text whose states such damage turns into these begins so")
@@ -199,13 +232,15 @@ def invert(config: InvertConfig) -> None:
     if not math.isnan(found.residual):
         print(f"error {found.residual:.2g} at the embedding{solver}")
     steps = f"at most {found.num_steps} solver steps in a layer, " if found.num_steps else ""
-    print(f"{steps}{seconds:.2f} s")
+    print(f"{steps}{seconds:.2f} s", flush=True)
+    if stopped:
+        raise stopped
 
 
 def read_text(path: str | None = None) -> str:
     """The text of a file or of standard input, without a byte order mark; raises DataError."""
     try:
-        if path is not None:
+        if path not in (None, "-"):
             content = Path(os.path.expanduser(path)).read_bytes()
         else:
             content = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: it is closed
@@ -216,10 +251,17 @@ def read_text(path: str | None = None) -> str:
 
 def export(config: ExportConfig) -> None:
     """Write a model to a folder that can be shared, and upload it if asked to."""
-    from invformer.assemble.exported import upload
-    from invformer.model import load
+    from invformer.runs.bar import Bar
+    from invformer.runs.files import require_new_folder
 
-    load(config.checkpoint, "cpu").export(config.out, name=config.hub, bits=config.bits)
+    require_new_folder(Path(os.path.expanduser(config.out)))
+
+    with Bar(desc="loading PyTorch and the model"):
+        from invformer.assemble.exported import upload
+        from invformer.model import load
+
+        model = load(config.checkpoint, "cpu")
+    model.export(config.out, name=config.hub, bits=config.bits)
     print(f"written to {config.out}; load it with invformer.load({config.out!r})")
     if config.hub:
         print(f"uploaded to {upload(Path(config.out), config.hub)}")

@@ -61,6 +61,13 @@ class RankLost(InvformerError):
     exit_code = 9
 
 
+class Stopped(InvformerError):
+    """A signal ended work that saves nothing, after what was known had been shown."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}", 128 + number)
+
+
 class Interrupted(InvformerError):
     """The run was asked to stop, saved its state, and says which command continues it."""
 

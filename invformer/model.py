@@ -12,10 +12,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ import safetensors.torch
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from invformer.assemble.exported import write_export
 from invformer.assemble.trained import load_trained
@@ -36,7 +36,7 @@ from invformer.nn.coupling import CouplingStack
 from invformer.nn.proof import certify
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
-from invformer.proofs.prefix_margins import as_double, prefix_margins
+from invformer.proofs.prefix_margins import MarginEvidence, as_double, prefix_margins
 from invformer.runs.files import replace_file
 from invformer.runs.machine import pick_device
 
@@ -59,6 +59,7 @@ class RecoveredText:
         residual: largest distance of the recovered embeddings from those of the text; NaN if the
             text was found by trying symbols alone.
         radius: if positive, any other symbols have a state farther than this from the given one.
+        tried: how many symbols, from the first on, the proof has looked at.
         unproven: why nothing is proven, if the rounding of this model is not bounded.
     """
 
@@ -69,6 +70,7 @@ class RecoveredText:
     num_steps: int
     residual: float
     radius: float
+    tried: int
     unproven: str | None
 
     def __repr__(self) -> str:
@@ -149,12 +151,16 @@ class TrainedModel:
         z: Float[Tensor, "tokens width"],
         entries_within: Float[Tensor, "..."] | float | None = None,
         states_within: Float[Tensor, "..."] | float | None = None,
+        *,
+        prove: bool = True,
+        watch: Callable[[int, RecoveredText], object] = lambda start, found: None,
     ) -> RecoveredText:
         """The text behind states at the top of the stack, in float64.
 
-        If the states were damaged, other symbols may fit them better than those nearest to what the
-        inverse finds. They are found by trying all, which takes up to ten times as long. The text
-        of a baseline without an inverse is found in the same way.
+        First every window is inverted, which gives the nearest symbols; then it is proven. If the
+        states were damaged, other symbols may fit them better. They are found by trying all, which
+        takes up to ten times as long. The text of a baseline without an inverse is found in the
+        same way.
 
         Args:
             z: the states.
@@ -162,46 +168,68 @@ class TrainedModel:
                 inf where they are lost. More is then proven. A number, or of a shape that can be
                 expanded to that of z.
             states_within: how far each state may be off, ‖·‖₂, a number or (tokens,).
+            prove: False leaves out proof and search.
+            watch: gets the first position of a window and what is known of it, whenever more is.
+                What it raises ends the inversion; :func:`joined` makes one text of windows.
         """
         width = self.network.head.in_features
         if z.ndim != 2 or z.shape[-1] != width or not len(z):
             raise DataError(f"states have the shape {tuple(z.shape)}, not (tokens, {width})")
         network, certificate = self._exact
+        has_inverse = isinstance(network.stack, InvertibleStack | CouplingStack)
+        if not (prove or has_inverse):
+            raise ConfigurationError(
+                "prove: without an inverse the text is found by trying symbols"
+            )
         weights = network.weights()
-        symbols, proven, bounds, steps, residuals, radii = "", [], [], [], [], []
-        unproven = None
         z = z.to(self.device, torch.float64)
         known: dict[str, Any] = {}
         if entries_within is not None:
             known["entries_within"] = as_double(entries_within, z)
         if states_within is not None:
             known["states_within"] = as_double(states_within, z[:, 0])
-        starts = range(0, len(z), network.seq_len)
-        for start in tqdm(starts, "inversion", unit=" windows", leave=False, disable=None):
+        preimages: dict[int, tuple[Tensor, float, int]] = {}
+        nearest: dict[int, Tensor] = {}
+        found: dict[int, RecoveredText] = {}
+
+        def tell(start: int, evidence: MarginEvidence | None = None) -> None:
+            """Record what is known of a window."""
+            (preimage, bound, num_steps), tokens = preimages[start], nearest[start]
+            proven, tried, radius = [], 0, 0.0
+            if evidence is not None:
+                tried = evidence.tokens.shape[-1]
+                tokens = torch.cat([evidence.tokens.view(1, -1), tokens[:, tried:]], -1)
+                proven, radius = evidence.proven.flatten().tolist(), evidence.radius.min().item()
+            found[start] = RecoveredText(
+                text=self.vocabulary.text(tokens[0].cpu()),
+                symbols=self.vocabulary.decode(tokens[0].cpu()),
+                proven=(*proven, *[False] * (tokens.shape[-1] - tried)),
+                error_bound=bound,
+                num_steps=num_steps,
+                residual=(preimage - network.embedding(tokens)).norm(dim=-1).max().item(),
+                radius=radius,
+                tried=tried,
+                unproven=evidence and evidence.unproven,
+            )
+            watch(start, found[start])
+
+        windows = {
+            start: z[None, start:][:, : network.seq_len]
+            for start in range(0, len(z), network.seq_len)
+        }
+        for start, window in windows.items():
+            preimages[start] = preimage_of(window, network, weights, certificate)
+            nearest[start] = network.embedding.nearest_tokens(preimages[start][0])
+            if has_inverse:
+                tell(start)
+        for start, window in windows.items() if prove else ():
             rows = slice(start, start + network.seq_len)
-            window = z[None, rows]
-            preimage, bound, num_steps = preimage_of(window, network, weights, certificate)
-            nearest = network.embedding.nearest_tokens(preimage)
             of_rows = {name: bound[rows] for name, bound in known.items()}
-            evidence = prefix_margins(network, nearest, window, fit=True, **of_rows)
-            tokens = evidence.tokens
-            symbols += self.vocabulary.decode(tokens[0].cpu())
-            proven += evidence.proven[0].tolist()
-            bounds.append(bound)
-            steps.append(num_steps)
-            residuals.append((preimage - network.embedding(tokens)).norm(dim=-1).max().item())
-            radii.append(evidence.radius.min().item())
-            unproven = evidence.unproven
-        return RecoveredText(
-            text="".join(self.vocabulary.text_of(symbols)),
-            symbols=symbols,
-            proven=tuple(proven),
-            error_bound=max(bounds),
-            num_steps=max(steps),
-            residual=max(residuals),
-            radius=min(radii),
-            unproven=unproven,
-        )
+            given = network, nearest[start], window
+            evidence = prefix_margins(*given, fit=True, watch=partial(tell, start), **of_rows)
+            if evidence.unproven:
+                tell(start, evidence)
+        return joined(self.vocabulary, found.values())
 
     def export(
         self, folder: str | os.PathLike[str], name: str | None = None, bits: int | None = None
@@ -238,6 +266,23 @@ class TrainedModel:
                 unknown, len(tokens),
             )  # fmt: skip
         return tokens.to(self.device)
+
+
+def joined(vocabulary: Vocabulary, windows: Iterable[RecoveredText]) -> RecoveredText:
+    """One text of those of windows, which follow each other."""
+    parts = [*windows]
+    symbols, tried = "".join(p.symbols for p in parts), sum(p.tried for p in parts)
+    return RecoveredText(
+        text="".join(vocabulary.text_of(symbols)),
+        symbols=symbols,
+        proven=tuple(chain.from_iterable(p.proven for p in parts)),
+        error_bound=max(p.error_bound for p in parts),
+        num_steps=max(p.num_steps for p in parts),
+        residual=max(p.residual for p in parts),
+        radius=min(p.radius for p in parts) if tried == len(symbols) else 0.0,
+        tried=tried,
+        unproven=next((p.unproven for p in parts if p.unproven), None),
+    )
 
 
 def preimage_of(

@@ -20,6 +20,12 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_words_about_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, what a program prints is the same."""
+    monkeypatch.setattr("invformer.runs.bar.SILENT", 1e6)
+
+
+@pytest.fixture(autouse=True)
 def _double_precision_and_a_fixed_seed() -> Iterator[None]:
     """float64 unless a test says otherwise, the same random numbers in any order of tests."""
     import torch

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,8 @@ from invformer.errors import (
     DataError,
     StorageError,
 )
-from invformer.model import read_states, write_states
+from invformer.evaluation.recovered_text import Shown
+from invformer.model import RecoveredText, read_states, write_states
 from tests.runs.hostile import flipped
 from tests.support import fake_hub
 from tests.support.processes import python
@@ -116,6 +119,77 @@ def test_a_file_or_a_pipe_is_inverted_with_its_line_ends_and_without_its_byte_or
         assert re.search(r"^  text +7 times␍⏎7$", typed("invert", *words), re.M)
 
 
+@pytest.mark.parametrize("words", [["text=-"], ["file=-"]])
+def test_a_dash_is_standard_input(
+    typed: Typed, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command, given in (("invert", words), ("sample", ["prompt=-", "length=3"])):
+        piped = SimpleNamespace(buffer=io.BytesIO(b"7 times 7"), isatty=lambda: True)
+        monkeypatch.setattr(sys, "stdin", piped)
+        assert "7 times 7" in typed(command, *given)
+
+
+LONG = "7 times 7 is 49; 8 times 8 is 64; " * 6
+
+
+def test_a_long_text_is_shown_at_once_and_again_with_what_is_proven(typed: Typed) -> None:
+    said = typed("invert", f"text={LONG}")
+    nearest, _, proof = said.partition("  proven")
+    assert nearest.count("text") == 3
+    assert nearest.count("recovered") == 3 + 1
+    assert said.count("  text  ") == 3
+    assert proof.count("✓" * 60) == 3
+    said = typed("invert", f"text={LONG}", "prove=false")
+    assert "✓" not in said
+    assert f"{len(LONG)} of {len(LONG)} characters recovered, 0 of {len(LONG)} proven" in said
+
+
+def test_characters_that_the_search_replaced_are_shown_again(typed: Typed) -> None:
+    said = typed("invert", "text=12 times 12", "noise=2")
+    nearest, found = re.findall(r"^  recovered +(.*)$", said, re.M)
+    assert nearest != found
+    assert re.search(
+        rf"^  text       12 times 12\n  recovered  {re.escape(found)}\n  proven", said, re.M
+    )
+
+
+def test_what_was_proven_before_a_signal_is_printed(
+    run: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    watch = Shown.__call__
+
+    def stopping(self: Shown, start: int, found: RecoveredText) -> None:
+        watch(self, start, found)
+        if start and found.tried:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Shown, "__call__", stopping)
+    monkeypatch.setattr("invformer.runs.exit.stopping", threading.Lock())
+    assert command("invert", f"checkpoint={run}", f"text={LONG}") == 130
+    said = capsys.readouterr()
+    assert said.err == "error: stopped by SIGINT\n"
+    ((proven, tried),) = re.findall(
+        r"(\d+) of 204 proven \(the first (\d+) of 204 were tried", said.out
+    )
+    assert 16 < int(tried) == int(proven) < 204
+    assert said.out.replace("✓ proven", "").count("✓") == int(proven)
+
+
+def test_without_an_inverse_only_the_search_finds_a_text(
+    typed: Typed, run: Path, tmp_path: Path
+) -> None:
+    size = ("model=dot_product", "model.d_model=24", "monitor.enabled=false", "trainer.max_steps=1")
+    words = [f"data.path={run.parent / 'squares.txt'}", f"run.root={tmp_path}"]
+    fitted(options(run.parent, "plain", *size, *words))
+    plain = f"checkpoint={tmp_path / 'plain'}"
+    said = typed("invert", plain, "text=7 times 7", "prove=false", code=2)
+    assert said.startswith("error: prove: without an inverse")
+    assert "  text       7 times 7\n  recovered  7 times 7\n  proven     " in typed(
+        "invert", plain, "text=7 times 7"
+    )
+
+
 def test_states_replace_no_device(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(StorageError, match=r"pipe: cannot be written \(not a regular file\)"):
@@ -161,6 +235,8 @@ def test_a_value_that_does_not_fit_is_named(
     [
         *(([name, "chekpoint=a"], 2, "unknown key 'chekpoint'") for name in commands.COMMANDS),
         (["train", "data=text_file", "data.path=no.txt"], 3, "no.txt: no such file or folder"),
+        (["train", "data=text_file", "data.path=-"], 3, "data.path: - is standard input, which"),
+        (["export", "checkpoint=configs", "out=docs"], 7, "docs is not empty; name a new folder"),
         (["train", "config=~nobody-here/a.yaml"], 2, "~nobody-here/a.yaml: No such file"),
         (["sample", "checkpoint=no"], 4, "no does not exist"),
         (["sample", "checkpoint=configs/no"], 4, "configs/no does not exist"),  # not on the Hub

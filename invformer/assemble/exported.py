@@ -24,7 +24,7 @@ from invformer.nn.quantised import packed, quantised, unpacked
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint, checked_metadata
 from invformer.runs.contained import one_line
-from invformer.runs.files import PARTIAL
+from invformer.runs.files import UNFINISHED_EXPORT, require_new_folder
 
 if TYPE_CHECKING:
     from invformer.model import TrainedModel
@@ -93,11 +93,10 @@ def write_export(folder: Path, model: "TrainedModel", name: str | None, bits: in
     }
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     files[CARD] = model_card(model, training, proven, name or folder.name).encode()
-    manifest = folder / f"{PARTIAL}{MANIFEST}"  # its name until all other files are written
+    manifest = folder / UNFINISHED_EXPORT
+    require_new_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not manifest.exists():
-            raise StorageError(f"{folder} is not empty; name a new folder")
         manifest.write_bytes(as_json({"format": FORMAT, "sha256": hashes}))
         for name, content in files.items():
             (folder / name).write_bytes(content)

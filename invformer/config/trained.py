@@ -69,7 +69,9 @@ class SampleConfig(Root):
     program: ClassVar[str] = "sample.py"
     checkpoint: str = field(metadata={"help": CHECKPOINT})
     prompt: str | None = option(
-        None, "text to continue; without one the terminal or a pipe is read", pattern=ANY_TEXT
+        None,
+        "text to continue; without one the terminal or a pipe is read, - is stdin",
+        pattern=ANY_TEXT,
     )
     length: int = option(200, "characters to add", SIZE)
     temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
@@ -87,14 +89,17 @@ class InvertConfig(Root):
     program: ClassVar[str] = "invert.py"
     checkpoint: str = field(metadata={"help": CHECKPOINT})
     text: str | None = option(
-        None, "text to recover; without one file, states or stdin is read", pattern=ANY_TEXT
+        None,
+        "text to recover; without one, or for -, file, states or stdin is read",
+        pattern=ANY_TEXT,
     )
-    file: str | None = option(None, "file with the text, UTF-8")
+    file: str | None = option(None, "file with the text, UTF-8; - is stdin")
     states: str | None = option(None, "safetensors file with states (tokens, width) to invert")
     save_states: str | None = option(None, "safetensors file to write the perturbed states to")
     noise: float = option(0.0, "moves states by so many times their length", "[0, 1e6]")
     bits: int | None = option(None, "round states to 2^bits levels", "[1, 32]")
     seed: int = option(0, "of the noise", SEED)
+    prove: bool = option(True, "prove characters, and search for others where states are damaged")
     device: str = option("auto", DEVICES, pattern=DEVICE)
 
     def check(self) -> None:

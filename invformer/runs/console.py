@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, the terminal
-CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Controls, and what reorders or hides text: formats, line separators, fillers, tags, surrogates.
+CONTROL_CHARACTER = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"
+    r"\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufe00-\ufe0d\ufeff\uffa0"
+    r"\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 
 
 class Console(io.FileIO):
@@ -43,9 +48,17 @@ class Console(io.FileIO):
 def outlive_console() -> None:
     """Let the program go on when its output cannot be written any more.
 
-    A character that the console does not have is shown as ``\\u2264``. Streams that are not the
-    process's own stay as they are.
+    A character that the console does not have is shown as ``\\u2264``. A descriptor that is closed
+    becomes the null device, or the next file that is opened would get its number. Streams that are
+    not the process's own stay as they are.
     """
+    for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which takes the lowest free number
+            mode = "w" if descriptor else "r"
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     if logging.lastResort is not None:  # what shows warnings where nobody has set up logging
         logging.lastResort.setFormatter(PrintableFormatter())
     if sys.stdout is sys.__stdout__:
@@ -57,7 +70,7 @@ def outlive_console() -> None:
 def lasting(stream: TextIO) -> TextIO:
     """The same stream on a :class:`Console`."""
     if not isinstance(stream, io.TextIOWrapper):
-        return stream  # None: the program was started with this one closed
+        return stream
     stream.flush()
     console = Console(stream.fileno())
     return io.TextIOWrapper(
@@ -70,11 +83,12 @@ def lasting(stream: TextIO) -> TextIO:
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters, other than newline and tab, shown as ``\x1b``.
+    r"""The text with characters that control, reorder or hide shown as ``\x1b`` or ``\u202e``.
 
-    A model that learnt from a log with colours must not send them to the terminal.
+    A model that learnt from a log with colours must not send them to the terminal. Newlines and
+    tabs stay.
     """
-    return CONTROL_CHARACTER.sub(lambda match: rf"\x{ord(match[0]):02x}", text)
+    return CONTROL_CHARACTER.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class PrintableFormatter(logging.Formatter):

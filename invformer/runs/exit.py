@@ -6,14 +6,16 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from invformer.errors import InvformerError, RankLost
+from invformer.errors import InvformerError, RankLost, Stopped
 from invformer.runs.console import printable
-from invformer.runs.ranks import REPORTS, hear_to_stop, is_rank
+from invformer.runs.ranks import REPORTS, hear_to_stop, is_rank, signals_to_stop
 
 # In the RuntimeErrors of allocators: PyTorch's, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (
@@ -29,6 +31,8 @@ LOST = (
     "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed by peer",
     "Connection reset by peer", "Broken pipe", "Timed out waiting", "/gloo/", "Socket Timeout",
 )  # fmt: skip
+
+stopping = threading.Lock()  # held from the first signal to stop on
 
 
 def guarded(work: Callable[[], None], debug: bool) -> int:
@@ -103,16 +107,35 @@ def is_news(line: str, exit_code: int) -> bool:
     return True
 
 
-def stop_on_signals() -> None:
+def stop_on_signals(after: str = "") -> None:
     """End at once and with one line on a signal to stop, as long as there is nothing to save.
 
-    The training loop replaces these handlers while it runs (see ``interruption``).
+    The line ends with ``after``. The training loop replaces these handlers while it runs (see
+    ``interruption``).
     """
-    hear_to_stop(_stop)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        # Not an exception, which whatever is being imported or waited for might swallow.
+        if stopping.acquire(blocking=False):
+            stopped = Stopped(number)
+            report(f"{stopped}{after}", stopped.exit_code)
+            os._exit(stopped.exit_code)
+
+    hear_to_stop(stop)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    # Not an exception, which whatever is being imported or waited for might swallow.
-    name = signal.Signals(number).name
-    report(f"stopped by {name}; what was saved stays, start the same command again", 128 + number)
-    os._exit(128 + number)
+@contextmanager
+def raised_signals() -> Iterator[None]:
+    """Within, the first signal to stop raises Stopped; later ones are ignored, also afterwards."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if stopping.acquire(blocking=False):
+            raise Stopped(number)
+
+    before = {name: signal.getsignal(signal.Signals[name]) for name in signals_to_stop()}
+    hear_to_stop(stop)
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(signal.Signals[name], handler)

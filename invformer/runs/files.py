@@ -18,6 +18,7 @@ from invformer.errors import CheckpointError, StorageError
 PARTIAL = ".partial-"  # begins the name of what is being written or deleted
 LINK = "a link, which is not followed"
 LOCK = ".lock"
+UNFINISHED_EXPORT = f"{PARTIAL}manifest.json"  # in a folder until all other files are written
 _held: dict[Path, int] = {}  # by run folder, descriptors that keep its lock
 
 
@@ -35,6 +36,18 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def require_new_folder(folder: Path) -> None:
+    """Raise StorageError unless an export may go there: it is new, empty or an unfinished one."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written ({error.strerror})") from error
+    if names and UNFINISHED_EXPORT not in names:
+        raise StorageError(f"{folder} is not empty; name a new folder")
 
 
 def write_new(path: Path, content: bytes) -> None:

@@ -4,6 +4,8 @@ import errno
 import logging
 import os
 import pty
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +13,9 @@ import pytest
 import torch
 
 from invformer import errors
-from invformer.runs.console import Console, PrintableFormatter, lasting
+from invformer.runs.console import Console, PrintableFormatter, lasting, printable
 from invformer.runs.exit import guarded
-from tests.support.processes import python
+from tests.support.processes import ROOT, python
 
 
 def raising(error: BaseException) -> Callable[..., None]:
@@ -175,3 +177,57 @@ def test_errors_and_warnings_send_a_terminal_no_commands(
     assert capsys.readouterr().err == "error: a\\x1b]0;owned\\x07b: no such file\n"
     record = logging.LogRecord("x", logging.WARNING, "", 0, "%s", ("\x1b[31m",), None)
     assert PrintableFormatter().format(record) == r"\x1b[31m"
+
+
+@pytest.mark.parametrize(
+    ("character", "shown"),
+    [
+        ("\u202e", r"\u202e"), ("\u2066", r"\u2066"), ("\u200b", r"\u200b"), ("\u200d", r"\u200d"),
+        ("\ufeff", r"\ufeff"), ("\xad", r"\xad"), ("\u2028", r"\u2028"), ("\x85", r"\x85"),
+        ("\u3164", r"\u3164"), ("\U000e0041", r"\U000e0041"), ("\ud800", r"\ud800"),
+        *((same, same) for same in "a\n\té好😀\u0301\ufe0f\ufffd\xa0"),
+    ],
+)  # fmt: skip
+def test_characters_that_control_reorder_or_hide_text_are_shown(character: str, shown: str) -> None:
+    assert printable(f"a{character}b") == f"a{shown}b"
+
+
+STOPPED = """
+import os, signal, sys
+from invformer.runs.exit import guarded, raised_signals, stop_on_signals
+
+def work():
+    if sys.argv[1] == "raised":
+        with raised_signals():
+            while True:
+                os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(20):
+        os.kill(os.getpid(), signal.SIGINT)
+
+stop_on_signals()
+raise SystemExit(guarded(work, debug=False))
+"""
+
+
+@pytest.mark.parametrize("how", ["raised", "at once"])
+def test_twenty_signals_are_one_line(how: str) -> None:
+    done = python("-c", STOPPED, how)
+    assert (done.returncode, done.stderr) == (130, "error: stopped by SIGINT\n")
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_descriptor_that_is_closed_is_no_file_of_the_program(closed: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; from invformer.runs.console import outlive_console; outlive_console()\n"
+        "with open(sys.argv[1], 'w') as file: assert file.fileno() > 2\n"
+        "print('out', flush=True); print('err', file=sys.stderr); sys.stdin.read()"
+    )
+    shell = f'exec "$@" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", sys.executable, "-c", code, str(tmp_path / "file")],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("" if "1>&-" in closed else "out\n")
+    assert done.stderr == ("" if "2>&-" in closed else "err\n")
+    assert (tmp_path / "file").read_text() == ""
