@@ -74,6 +74,14 @@ def require_paths(config: Root) -> None:
         )
     if text and is_missing(text):
         raise DataError(f"{text:.200}: no such file or folder; check data.path")
+    if (
+        text
+        and isinstance(config, TrainConfig)
+        and not (is_rank() or Path(text).expanduser().is_fifo())
+    ):
+        from invformer.data.corpora import read_corpus
+
+        read_corpus(config.data)  # decodes it
 
 
 def is_missing(path: str) -> bool:

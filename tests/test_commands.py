@@ -237,24 +237,33 @@ def test_a_value_that_does_not_fit_is_named(
         (["train", "data=text_file", "data.path=no.txt"], 3, "no.txt: no such file or folder"),
         (["train", "data=text_file", "data.path=-"], 3, "data.path: - is standard input, which"),
         (["export", "checkpoint=configs", "out=docs"], 7, "docs is not empty; name a new folder"),
+        (
+            ["train", "data=text_file", "data.path=quotes"],
+            3,
+            "quotes: byte 0x93 at offset 2 is not",
+        ),
+        (["train", "data.path=caf\udce9"], 2, "data.path: its name is not UTF-8; rename it"),
         (["train", "config=~nobody-here/a.yaml"], 2, "~nobody-here/a.yaml: No such file"),
         (["sample", "checkpoint=no"], 4, "no does not exist"),
         (["sample", "checkpoint=configs/no"], 4, "configs/no does not exist"),  # not on the Hub
         (["train", "init_from=configs/no"], 4, "configs/no does not exist"),
     ],
-    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+    ids=lambda words: ascii(words) if isinstance(words, list) else "",
 )
 def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
-    words: list[str], code: int, says: str
+    words: list[str], code: int, says: str, tmp_path: Path
 ) -> None:
     """Before anything heavy is loaded."""
+    for folder in ("configs", "docs"):
+        (tmp_path / folder / "inner").mkdir(parents=True)
+    (tmp_path / "quotes").write_bytes("a “text” — typed".encode("windows-1252"))
     script = (
         "import sys; from invformer import commands\n"
         "try: commands.run(*commands.COMMANDS[sys.argv[1]], sys.argv[2:])\n"
         "finally: assert not {'torch', 'numpy', 'lightning', 'wandb', 'datasets', 'jaxtyping',"
         " 'matplotlib'} & set(sys.modules)"
     )
-    done = python("-c", script, *words)
+    done = python("-c", script, *words, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(f"error: {says}")
     assert done.stderr.count("\n") == 1

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin
 from invformer.errors import ConfigurationError
 
 NULL_WORDS = ("~", "null", "Null", "NULL", "None")  # None is what a W&B sweep writes
+SURROGATE = re.compile("[\ud800-\udfff]")  # a byte of a command line that is not UTF-8
 ANY_TEXT = re.compile(r"[^\0\ud800-\udfff]*")  # of a field that is read as it is typed, also null
 
 
@@ -52,6 +53,8 @@ class Section:
                 if item == "":
                     self.refuse(f.name, "is empty; give at least one character")
                 within, pattern = f.metadata.get("within"), f.metadata.get("pattern")
+                if pattern is not ANY_TEXT and SURROGATE.search(str(item)):
+                    self.refuse(f.name, "its name is not UTF-8; rename it")
                 if pattern is not ANY_TEXT and not is_plain(item):
                     self.refuse(f.name, f"{shown(item)} cannot be used as a value")
                 if item is not None and within and not contains(within, item):

@@ -80,8 +80,9 @@ def read_corpus(config: DataConfig) -> Corpus:
 
 
 def words_to_characters(text: str) -> str:
-    """Penn Treebank as characters: a line is a sentence, with "_" between words."""
-    return "".join(f"{line.strip(' ').replace(' ', '_')}\n" for line in text.splitlines())
+    """Penn Treebank as characters: a line, ended by "\\n", is a sentence, with "_" in it."""
+    lines = (text if text.endswith("\n") or not text else f"{text}\n").split("\n")[:-1]
+    return "".join(f"{line.strip(' ').replace(' ', '_')}\n" for line in lines)
 
 
 def cut(config: DataConfig, total: int) -> dict[Split, int]:
@@ -190,7 +191,7 @@ def read_local(config: DataConfig, path: str) -> Corpus:
     else:
         sizes = cut(config, length(pieces()))
     unit = "bytes" if config.name == "enwik8" else "characters"
-    return Corpus(config.name, path, pieces, sizes, unit)
+    return Corpus(config.name, path, pieces, sizes, unit, is_cut=not splits)
 
 
 def length(pieces: Iterable[str]) -> int:
@@ -250,7 +251,7 @@ def decoded(file: Path, content: Iterable[bytes], encoding: str) -> Iterator[str
     except UnicodeDecodeError as error:
         offset = num_read - len(error.object) + error.start
         is_utf_16 = error.object[:2] in UTF_16 and offset == 0
-        encoding = "utf-16" if is_utf_16 else "latin1"
+        encoding = "utf-16" if is_utf_16 else "windows-1252"
         hint = f"convert the file, for example with iconv -f {encoding} -t utf-8"
         if b"\0" in error.object and not is_utf_16:
             hint = "unpack it if it is compressed, or convert it (iconv -f utf-16 -t utf-8)"

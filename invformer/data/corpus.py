@@ -1,6 +1,7 @@
 """A corpus: three texts that share nothing, read in pieces, so that they need not fit in memory."""
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ class Corpus:
     pieces: Callable[[], Iterable[str]] = field(repr=False, compare=False)
     sizes: dict[Split, int]  # characters of each
     unit: Literal["characters", "bytes"] = "characters"
+    is_cut: bool = False  # by data.val_fraction and data.test_fraction, in characters
 
     @classmethod
     def of_texts(cls, name: str, source: str, *texts: str) -> "Corpus":
@@ -67,6 +69,19 @@ class Corpus:
         """Characters of all splits together."""
         return sum(self.sizes.values())
 
+    def fitting(self, seq_len: int) -> str:
+        """Settings with which both the training and the validation text fill a window."""
+        if not self.is_cut:
+            longest = min(self.sizes["train"], self.sizes["val"]) - 1
+            return f"set data.seq_len={longest}" if longest > 0 else "use more text"
+        # Cutting may move each end by a character, and so may data.max_characters.
+        share = min(0.25, math.ceil(100 * (seq_len + 4) / self.total) / 100)
+        longest = min(seq_len, int(share * self.total) - 3)
+        if longest < 1:
+            return "use more text"
+        shorter = f" data.seq_len={longest}" if longest < seq_len else ""
+        return f"set data.val_fraction={share} data.test_fraction=0{shorter}, or use more text"
+
     def lengths(self) -> str:
         """How long the splits are, in words."""
         sizes = ", ".join(f"{size:,} ({name})" for name, size in self.sizes.items())
@@ -108,7 +123,7 @@ class Corpus:
         for split, piece in self.labelled():
             sizes[split] += len(piece.encode())
         pieces = lambda: map(as_bytes, self.pieces())  # noqa: E731
-        return replace(self, pieces=pieces, sizes=sizes, unit="bytes")
+        return replace(self, pieces=pieces, sizes=sizes, unit="bytes", is_cut=False)
 
 
 def by_split(sizes: Iterable[int]) -> dict[Split, int]:

@@ -56,14 +56,17 @@ class TextDataModule(L.LightningDataModule):
 
     def tokens(self, split: Split) -> Tokens:
         """All tokens of a split; a DataError if they are fewer than a window and its successor."""
-        self.corpus.size(split)  # raises if there is none
-        tokens = self._tokens[split]
-        if len(tokens) <= self.seq_len:
+        if not self.corpus.is_cut:
+            self.corpus.size(split)  # raises if there is none
+        tokens, needed = self._tokens[split], self.seq_len + 1
+        if len(tokens) < needed:
+            advice = self.corpus.fitting(self.seq_len)
+            if self.corpus.sizes[split] >= needed:
+                advice = f"set data.max_val_characters={needed} or more"
             raise DataError(
                 f"{self.corpus.name} ({self.corpus.source}): the {split} split has {len(tokens)} "
-                f"{self.corpus.unit}, fewer than data.seq_len + 1 = {self.seq_len + 1} (all: "
-                f"{self.corpus.lengths()}); use more text, a shorter data.seq_len, or another "
-                "data.val_fraction, data.test_fraction or data.max_val_characters"
+                f"{self.corpus.unit}, fewer than data.seq_len + 1 = {needed} (all: "
+                f"{self.corpus.lengths()}); {advice}"
             )
         return tokens
 

@@ -217,7 +217,7 @@ def test_evaluation_takes_the_presets_of_the_data_and_needs_a_checkpoint() -> No
         (ModelConfig, {"lipschitz_target": 1.5}, r"model.lipschitz_target: 1.5 is not in"),
         (OptimConfig, {"betas": [0.9]}, "optim.betas: "),
         (RunConfig, {"root": "${oc.env:HOME}"}, "run.root: .* cannot be used as a value"),
-        (RunConfig, {"root": "not UTF-8: \udc80"}, "run.root: .* cannot be used as a value"),
+        (RunConfig, {"root": "not UTF-8: \udc80"}, "run.root: its name is not UTF-8; rename it"),
         (RunConfig, {"name": ""}, "run.name: is empty; give at least one"),
     ],
 )

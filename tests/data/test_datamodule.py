@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from invformer.data.corpus import Corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
+from tests.data.texts import write
 from tests.support.small_runs import own_trainer
 
 pytestmark = [  # Lightning's calls into PyTorch, and its advice
@@ -139,6 +141,25 @@ def test_a_split_shorter_than_a_window_is_refused(train: int, val: int, match: s
     with pytest.raises(DataError, match=match):
         make_data(make_corpus("a" * train, "a" * val))
     make_data(make_corpus("a" * (SEQ_LEN + 1), "a" * (SEQ_LEN + 1)))
+
+
+@pytest.mark.parametrize("num_characters", [40, 41, 299, 300, 700, 2600, 2601])
+@pytest.mark.parametrize(
+    "words",
+    [(), ("data.max_val_characters=5",), ("data.max_characters=250",), ("data.vocabulary=bytes",)],
+)
+def test_what_the_line_about_a_short_text_names_works(
+    tmp_path: Path, num_characters: int, words: tuple[str, ...]
+) -> None:
+    path = write(tmp_path / "t.txt", ("naïve text. " * num_characters)[:num_characters])
+    words = ("data=text_file", f"data.path={path}", *words)
+    for _ in range(3):  # the validation split may be too short for two reasons
+        try:
+            build_data(load_config(words))
+            return
+        except DataError as error:
+            words += tuple(re.findall(r"data\.\w+=[0-9.]+", str(error).split("); ")[1]))
+    pytest.fail(" ".join(words))
 
 
 def test_unknown_characters_are_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
