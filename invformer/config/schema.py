@@ -265,6 +265,7 @@ class RunConfig(Section, key="run"):
     seed: int = option(0, "of weights, data order and samples", SEED)
     root: str = option("checkpoints", "folder that holds the run folders")
     resume: bool = option(True, "continue the run of this name; false refuses a name that exists")
+    change: bool = option(False, "continue with other rates, batches, decay, clipping, dropout")
     debug: bool = option(False, "show tracebacks instead of one-line errors")
 
 

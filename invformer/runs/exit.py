@@ -59,8 +59,10 @@ def explained(error: Exception) -> tuple[str, int]:
     of_torch = text if isinstance(error, RuntimeError) else ""
     if isinstance(error, MemoryError) or any(words in of_torch for words in OUT_OF_MEMORY):
         return (
-            "out of memory: lower data.batch_size or data.seq_len, or model.d_model if the model "
-            "itself is too large; in an evaluation evaluate.batch_size, "
+            "out of memory: halve data.batch_size and double trainer.accumulate (a run that has "
+            "begun takes that with run.change=true), lower trainer.eval_batch_size, set "
+            "trainer.checkpoint_activations=true, or in a new run lower data.seq_len or "
+            "model.d_model; in an evaluation lower evaluate.batch_size, "
             f"evaluate.lipschitz_sequences or evaluate.inversion_sequences ({text:.160})",
             8,
         )

@@ -26,7 +26,13 @@ from invformer.runs.checkpoint import (
 from invformer.runs.contained import in_background
 from invformer.runs.files import require_lock
 from invformer.runs.ranks import launcher_value
-from invformer.runs.resume import DATA, follow_schedule, require_own_state
+from invformer.runs.resume import (
+    CHANGES,
+    DATA,
+    follow_schedule,
+    require_own_state,
+    take_settings,
+)
 
 GRACE = 60.0  # seconds for writing the last checkpoint of a run that fails
 METADATA = "invformer"  # where a run puts what ``model.json`` says
@@ -51,7 +57,9 @@ class Checkpoints(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on there is a state worth saving."""
-        follow_schedule(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler)
+        moved = follow_schedule(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler)
+        if moved and trainer.is_global_zero:
+            print(f"on the schedule of the new settings {' and '.join(moved)}")
         self.started = True
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -105,7 +113,12 @@ class Checkpoints(L.Callback):
         """Refuse a state that lacks something: the run would go on, but differently."""
         module: Any = pl_module
         fresh = module.make_optimizer(module.model)
-        require_own_state(trainer, checkpoint, fresh, module.make_schedule(fresh))
+        schedule = module.make_schedule(fresh)
+        changes = module.metadata.get(CHANGES)
+        if changes and changes[-1]["step"] == checkpoint["global_step"]:
+            take_settings(checkpoint, fresh, schedule)
+        accumulate = checkpoint[METADATA]["config"]["trainer"].get("accumulate", 1)
+        require_own_state(trainer, checkpoint, fresh, schedule, accumulate)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and where it is."""

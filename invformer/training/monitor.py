@@ -1,5 +1,6 @@
 """Local Lipschitz estimates during training, at every optimiser step."""
 
+import logging
 import time
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass, field
@@ -20,6 +21,8 @@ from invformer.nn.stack import StackWeights
 from invformer.runs.sharding import gathered
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Numbers, record
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -77,7 +80,10 @@ class LipschitzMonitor(L.Callback):
         columns = ("estimate", "local_bound", "bound")
         self.keys = {column: tuple(f"{p}/{column}" for p in places) for column in columns}
         if self.restored:
-            self.probe.load_state_dict(self.restored)
+            try:
+                self.probe.load_state_dict(self.restored)
+            except ValueError as error:  # monitor.length, for one, was changed
+                log.warning("%s: estimates start anew", error)
 
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor

@@ -163,12 +163,18 @@ def test_a_run_ends_with_a_validation_and_a_checkpoint_wherever_its_last_step_is
 
 
 def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, "trainer.val_every=5", "trainer.max_steps=3")
     assert validated(tmp_path) == [2]
+    assert "schedule" not in capsys.readouterr().out
     train(tmp_path, "trainer.val_every=5", "trainer.max_steps=7")
     assert validated(tmp_path) == [2, 4, 6]
+    said = capsys.readouterr().out
+    assert (
+        "on the schedule of the new settings optim.muon_lr goes from 0.00e+00 to 1.50e-02 and "
+        in said
+    )
 
 
 def test_a_run_that_fails_before_its_new_picture_is_drawn_keeps_no_picture_of_fewer_steps(
@@ -291,6 +297,110 @@ def test_the_same_text_at_another_path_continues_the_run(whole: Path, folder: Pa
     assert losses(folder) == losses(whole)
 
 
+# --- Settings that may differ ---------------------------------------------------------------------
+
+FREE = (
+    "trainer.eval_batch_size=3", "data.split=train", "data.unknown=refuse", "monitor.every=2",
+    "monitor.length=5", "monitor.num_sequences=2", "monitor.inversion=true",
+    "monitor.flush_every=1", "trainer.sample_length=5",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [FREE, ("monitor.enabled=false",)])
+def test_settings_that_change_no_trained_number_may_change(
+    whole: Path, folder: Path, more: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    train(folder, *more)
+    assert (newest(folder).path / WEIGHTS).read_bytes() == (
+        newest(whole).path / WEIGHTS
+    ).read_bytes()
+    assert losses(folder) == losses(whole)
+    said = [r.message for r in caplog.records]
+    assert said == (
+        ["the Lipschitz probe: its vectors do not fit the model: estimates start anew"]
+        if more == FREE
+        else []
+    )
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "trainer.val_every=3",
+        "trainer.checkpoint_activations=true",
+        "trainer.num_threads=1",
+        "model.attention_kernel=math",
+    ],
+)
+def test_settings_that_move_the_rounding_may_change_with_one_line(
+    whole: Path, folder: Path, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(folder, word)
+    (line,) = [r.message for r in caplog.records]
+    assert f"{word.partition('=')[0]} was " in line
+    assert line.endswith("; it continues, not bit for bit")
+    assert losses(folder) == pytest.approx(losses(whole), rel=1e-5)
+
+
+CHANGED = (
+    "data.batch_size=4",
+    "optim.lr=1e-4",
+    "optim.muon_lr=1e-3",
+    "optim.weight_decay=0.3",
+    "optim.grad_clip=0.1",
+    "optim.betas=[0.8,0.9]",
+    "model.head_dropout=0.1",
+    "optim.warmup_steps=0",
+)
+
+
+def test_on_request_a_run_goes_on_with_other_rates_batches_decay_clipping_and_dropout(
+    folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"batch_size was 8, now 4.*, or add run\.change=true"
+    ):
+        train(folder, *CHANGED)
+    train(folder, *CHANGED, "run.change=true")
+    (line,) = [r.message for r in caplog.records]
+    assert "from step 4 on model.head_dropout was 0.0, now 0.1; data.batch_size was 8" in line
+    said = capsys.readouterr().out
+    assert "optim.lr goes from 1.73e-03 to 2.50e-05" in said, said[300:900]
+    (changed,) = newest(folder).metadata["changes"]
+    assert changed["step"] == 4
+    assert changed["from_to"].keys() == {word.partition("=")[0] for word in CHANGED}
+    group = newest(folder).read_state()["optimizer_states"][0]["param_groups"]
+    assert (group[0]["weight_decay"], group[-1]["betas"]) == (0.3, (0.8, 0.9))
+    assert column(folder, "optim/lr")[4] == 1e-4 * (1 + math.cos(math.pi * 4 / 6)) / 2
+    train(folder, *CHANGED, "trainer.max_steps=8", "run.change=true")
+    assert newest(folder).metadata["changes"] == [changed]
+
+
+def test_half_the_batch_twice_a_step_is_the_same_training(whole: Path, folder: Path) -> None:
+    words = ("data.batch_size=4", "trainer.accumulate=2")
+    train(folder, *words, "run.change=true", until=5)
+    train(folder, *words)
+    assert losses(folder) == pytest.approx(losses(whole), rel=1e-5)
+    train(folder, "trainer.max_steps=7", "run.change=true")
+    assert validated(folder) == [1, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("word", "way"),
+    [
+        ("run.seed=1", r"or start a new run from its weights: run\.name=NEW init_from=/"),
+        ("optim=adamw", r"or start a new run from its weights: run\.name=NEW init_from=/"),
+        ("optim.ema_decay=0.9", r"or start a new run from its weights: run\.name=NEW init_from=/"),
+        ("model.d_model=32", r"or choose another run\.name \(init_from= would bring"),
+    ],
+)
+def test_what_cannot_change_is_refused_with_a_way_that_works(
+    folder: Path, word: str, way: str
+) -> None:
+    with pytest.raises(CheckpointError, match=way):
+        train(folder, word, "run.change=true")
+
+
 # --- States that are none of this run ------------------------------------------------------------
 
 
@@ -324,11 +434,6 @@ def progress(state: dict) -> dict:
     return state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
 
 
-def narrow(vectors: dict) -> None:
-    name = next(iter(vectors))
-    vectors[name] = vectors[name][..., 1:].contiguous()
-
-
 CHANGES: dict[str, Callable[[dict, dict], Any]] = {
     "moments of another shape": lambda m, s: memory(s).update(exp_avg=torch.ones(1)),
     "moments that are missing": lambda m, s: memory(s).pop("exp_avg_sq"),
@@ -345,7 +450,6 @@ CHANGES: dict[str, Callable[[dict, dict], Any]] = {
     "loops of another step": lambda m, s: m.update(step=3),
     "a counter that is true": lambda m, s: progress(s).update(started=True),
     "a counter of batches too few": lambda m, s: progress(s).update(completed=3),
-    "vectors of another width": lambda m, s: narrow(s["callbacks"]["LipschitzMonitor"]),
     "a position of another step": lambda m, s: s["data"].update(global_step=3),
     "another vocabulary": lambda m, s: m.update(vocabulary={"characters": "abc"}),
     "another configuration": lambda m, s: m["config"]["optim"].update(lr=1.0),
