@@ -41,7 +41,7 @@ class LipschitzMonitor(L.Callback):
 
     Args:
         inputs: the probe text, (sequences, N), fixed for the run; for other models what they are
-            called with, a tuple if these are several arguments.
+            called with: a tuple of arguments, a dictionary of keywords, or one tensor.
         every: optimiser steps between estimates.
         seed: of the start vectors.
 

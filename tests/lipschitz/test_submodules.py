@@ -2,14 +2,20 @@
 
 import copy
 import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from invformer.lipschitz.submodules import local_constants
+from tests.lipschitz.foreign import dense_constants
 
 WIDTH, TOKENS = 8, 5
 
@@ -52,21 +58,20 @@ def model() -> Model:
     return made
 
 
+def agree(values: dict[str, float], true: dict[str, float], rtol: float = 0.01) -> None:
+    """Every value is from below, and near."""
+    for name, value in values.items():
+        assert (1 - rtol) * true[name] <= value <= true[name] * (1 + 1e-9) + 1e-12, name
+
+
 def test_every_constant_is_that_of_the_dense_jacobian(model: Model) -> None:
     tokens = torch.randint(11, (2, TOKENS))
     found = local_constants(model, tokens)
-    inputs = {}
-    for name, module in model.eval().named_modules():
-        module.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0]}))
-    model(tokens)
     inside = ("", ".0", ".1", ".1.qkv", ".1.dropout", ".2", ".3", ".4")
-    assert found.values.keys() == {"norm", *(f"block{name}" for name in inside)}
-    for name, value in found.values.items():
-        x = inputs[name].detach()
-        with sdpa_kernel(SDPBackend.MATH):
-            jacobian = torch.func.jacrev(model.get_submodule(name))(x).reshape(-1, x.numel())
-        true = torch.linalg.matrix_norm(jacobian, 2).item()
-        assert 0.99 * true <= value <= true * (1 + 1e-9), name
+    blocks = {f"block{name}" for name in inside}
+    assert found.values.keys() == {"norm", "recurrent", "bilinear", *blocks}
+    agree(found.values, dense_constants(model, found.values, tokens))
+    assert found.notes.keys() == {"block", "block.1"}  # whose attention runs in its math form
 
 
 class Encoder(nn.Module):
@@ -103,8 +108,8 @@ def test_activations_that_are_overwritten_in_place_count_as_they_were() -> None:
 def test_other_submodules_are_skipped_with_a_reason(model: Model) -> None:
     skipped = local_constants(model, torch.randint(11, (2, TOKENS))).skipped
     assert skipped.pop("unused") == "it is not called"
-    assert skipped.keys() == {"", "token", "bilinear", "recurrent"}
-    assert set(skipped.values()) == {"it does not map one floating-point tensor to one"}
+    no_map = "it takes or returns no floating-point tensor"
+    assert skipped == {"": no_map, "token": no_map}
 
 
 @pytest.mark.compiles
@@ -164,3 +169,161 @@ def test_measuring_leaves_model_modes_hooks_and_random_numbers_alone(model: Mode
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.linear, x)
+
+
+@torch.no_grad()
+def frozen(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, linear.weight).tanh()
+
+
+def rounded(x: torch.Tensor, step: float) -> torch.Tensor:
+    return x + (step * (x / step).round() - x).detach()
+
+
+CONTRADICT = "difference quotients contradict its derivative"
+DIFFER = "two evaluations at one input differ"
+WRONG = {
+    "functional dropout": (lambda m, x: F.dropout(m(x), 0.1), DIFFER),
+    "noise": (lambda m, x: m(x) + 1e-3 * torch.randn_like(x), DIFFER),
+    "Python's random numbers": (lambda m, x: random.random() * m(x), DIFFER),
+    "NumPy's random numbers": (lambda m, x: float(np.random.random()) * m(x), DIFFER),
+    "a frozen backbone": (frozen, CONTRADICT),
+    "a frozen part": (lambda m, x: m(x) + 0.3 * frozen(m, x), CONTRADICT),
+    "a detached part": (lambda m, x: x + 0.3 * m(x).detach(), CONTRADICT),
+    "rounding, straight through": (lambda m, x: rounded(m(x), 1.0), CONTRADICT),
+    "rounding to eight bits": (lambda m, x: rounded(m(x), 2 / 127), CONTRADICT),
+    "a sign, straight through": (lambda m, x: m(x) + (m(x).sign() - m(x)).detach(), CONTRADICT),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_function_or_has_another_derivative_is_skipped(
+    case: str, dtype: torch.dtype
+) -> None:
+    function, reason = WRONG[case]
+    odd = Function(function)
+    model = nn.Sequential(nn.Linear(4, 4), odd, nn.Linear(4, 4)).to(dtype)
+    x = torch.randn(6, 4, dtype=dtype)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    found = local_constants(model, x)
+    assert found.values.keys() - {"1.linear"} == {"0", "2"}
+    for name in ("", "1"):  # what contains it, too
+        assert found.skipped[name].startswith(reason)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])
+
+
+RIGHT = {
+    "a constant": lambda m, x: m(torch.ones_like(x)),
+    "a detached maximum": lambda m, x: (m(x) - m(x).amax(-1, keepdim=True).detach()).softmax(-1),
+    "kinks": lambda m, x: (8 * m(x)).relu() - x.abs(),
+    "a mask of infinities": lambda m, x: m(x).masked_fill(
+        torch.ones(4) > torch.eye(4)[0], -math.inf
+    ),
+    "a large offset": lambda m, x: 100 + m(x),
+    "steep attention": lambda m, x: (30 * m(x) @ x.mT).softmax(-1) @ x,
+    "small numbers": lambda m, x: F.layer_norm(1e-3 * m(x) + 0.1, (4,)),
+    "an index": lambda m, x: m(x).gather(-1, x.argmax(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", RIGHT)
+def test_unusual_derivatives_that_are_right_are_measured(case: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    model, x = Function(RIGHT[case]).to(dtype), torch.randn(6, 4, dtype=dtype)
+    found = local_constants(model, x)
+    assert not found.skipped
+    if "infinities" not in case:
+        true = dense_constants(model.double(), found.values, x.double())
+        for name, value in found.values.items():
+            assert value == pytest.approx(true[name], rel=0.01, abs=1e-12)
+
+
+@dataclass
+class Answer:
+    """What a model of other people returns."""
+
+    loss: torch.Tensor
+    states: torch.Tensor
+
+
+class Keywords(nn.Module):
+    """Takes and gives what it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.inner = Function(lambda _, pair: {"sum": (pair["x"].sin() + pair["y"][0], 1)})
+
+    def forward(self, tokens: torch.Tensor, *, states: torch.Tensor, scale: float = 1.0) -> Answer:
+        mask = torch.zeros_like(states[0, :, :1] @ states[0, :, :1].mT).fill_diagonal_(-math.inf)
+        y = self.attention(query=states, key=states, value=states, attn_mask=mask)[0]
+        y = self.inner({"x": scale * y, "y": [states, tokens]})["sum"][0]
+        return Answer(loss=y.mean(), states=y)
+
+
+def test_keywords_dictionaries_tuples_and_dataclasses_are_taken() -> None:
+    torch.manual_seed(2)
+    model, states = Keywords(), torch.randn(2, TOKENS, WIDTH)
+    inputs = {"tokens": torch.arange(3), "states": states, "scale": 2.0}
+    found = local_constants(model, inputs)
+    assert found.values.keys() == {"", "attention", "inner"}
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: model(**(inputs | {"states": x})).states, states
+    ).reshape(states.numel(), states.numel())
+    agree(found.values, {
+        "": torch.linalg.matrix_norm(jacobian, 2).item(),
+        **dense_constants(model, ["attention", "inner"], **inputs),
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_are_measured(model: Model, reentrant: bool) -> None:
+    tokens = torch.randint(11, (2, TOKENS))
+    found = local_constants(model, tokens)
+    block = model.block.forward
+    model.block.forward = lambda x: checkpoint(block, x, use_reentrant=reentrant)
+    assert local_constants(model, tokens).values == pytest.approx(found.values, rel=1e-6)
+
+
+class Counter(nn.Module):
+    """Counts its calls in a buffer and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.calls += 1
+        self.kept = x
+        return x * self.count
+
+
+def test_buffers_and_attributes_are_restored_and_may_be_in_a_graph() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Counter())
+    loss = model(torch.randn(2, 3)).sum()
+    count, kept = model[1].count, model[1].kept
+    found = local_constants(model, torch.randn(2, 3))
+    assert found.skipped.keys() == {"", "1"}
+    assert model[1].count is count
+    assert model[1].calls == 1
+    assert model[1].kept is kept
+    assert torch.equal(count, torch.ones(3))
+    loss.backward()  # the buffer has not changed

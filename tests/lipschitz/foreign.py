@@ -1,0 +1,42 @@
+"""Dense Jacobians of other people's submodules."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from invformer.lipschitz.calls import first_real, is_real, leaves, mapped
+
+
+def dense_constants(
+    model: nn.Module, names: Iterable[str], *inputs: Any, **named: Any
+) -> dict[str, float]:
+    """‖∂f/∂x‖₂ of submodules from a Jacobian made row by row, in eval mode."""
+    calls: dict[str, Any] = {}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: calls.setdefault(name, (args, kwargs)) and None,
+            with_kwargs=True,
+        )
+        for name in names
+    ]
+    model.eval()
+    with torch.no_grad():
+        model(*inputs, **named)
+    for hook in hooks:
+        hook.remove()
+    found = {}
+    for name, given in calls.items():
+        x = next(filter(is_real, leaves(given)))
+
+        def f(new: torch.Tensor, name=name, given=given, x=x) -> torch.Tensor:
+            args, kwargs = mapped(given, lambda leaf: new if leaf is x else leaf)
+            return first_real(model.get_submodule(name)(*args, **kwargs))
+
+        with sdpa_kernel(SDPBackend.MATH):
+            jacobian = torch.autograd.functional.jacobian(f, x.detach().clone())
+        matrix = jacobian.reshape(-1, x.numel())
+        found[name] = torch.linalg.matrix_norm(matrix, 2).item()
+    return found
