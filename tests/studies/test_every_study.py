@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_a_study_measures_once_and_leaves_rows_a_figure_and_a_verdict(
     again = json.loads((out / "result.json").read_text())
     assert (again["findings"], again["must"]) == (result["findings"], result["must"])
     assert (out / "rows.csv").read_text() == rows
+
+
+def test_no_helper_imports_a_study() -> None:
+    helpers = [path for path in (ROOT / "studies").glob("[!_]*.py") if path.stem not in STUDIES]
+    for path in helpers:
+        text = path.read_text(encoding="utf-8")
+        names = re.findall(r"^from studies\.(\w+) import", text, re.MULTILINE)
+        together = re.findall(r"^from studies import (.+)$", text, re.MULTILINE)
+        names += [name for line in together for name in line.split(", ")]
+        assert not STUDIES.keys() & {*names}, path.name
 
 
 @pytest.mark.parametrize("name", STUDIES)
