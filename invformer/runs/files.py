@@ -25,8 +25,10 @@ _held: dict[Path, int] = {}  # by run folder, descriptors that keep its lock
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file under another name, wait until it is on the disk, and give it its name.
 
-    If that fails, what was there is unchanged, and StorageError is raised.
+    If that fails, what was there is unchanged, and StorageError is raised. A run whose folder was
+    renamed writes nothing (:func:`require_lock`).
     """
+    require_lock(path.parent)
     partial = path.with_name(f"{PARTIAL}{path.name}-{os.getpid()}")
     try:
         partial.unlink(missing_ok=True)
@@ -91,6 +93,7 @@ def refuse_link(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder if there is none, and wait until its name is on the disk."""
+    require_lock(folder)
     try:
         if not folder.is_dir():
             folder.mkdir(exist_ok=True)  # another process may make it now
@@ -138,11 +141,16 @@ def lock_run(path: Path) -> None:
 
 
 def require_lock(path: Path) -> None:
-    """Raise CheckpointError if the lock that this process took was deleted or replaced."""
+    """Raise CheckpointError if a folder that this process locked was renamed, or its lock lost."""
     held = _held.get(path.resolve())
     with suppress(OSError):
         if held is None or os.path.samestat(os.lstat(path / LOCK), os.fstat(held)):
             return
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} was renamed or deleted while this run was on; nothing more is written. To "
+            f"continue it where it is now: python train.py config=FOLDER"
+        )
     raise CheckpointError(
         f"{path / LOCK} was deleted or replaced while this run was on, so another process may use "
         "its folder; nothing more is written, the same command continues"

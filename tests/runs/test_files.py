@@ -113,10 +113,16 @@ def test_a_run_whose_lock_was_deleted_writes_nothing_more(tmp_path: Path, again:
     for write in (
         lambda: write_rows(path / "metrics.jsonl", {1: {"x": 1.0}}, first_step=1),
         lambda: Checkpoints(path / "checkpoints").save(trainer, "step-00000001", set()),
+        lambda: write_json({}, path / "certificate.json"),
     ):
         with pytest.raises(CheckpointError, match="was deleted or replaced while this run was on"):
             write()
     assert (path / "metrics.jsonl").read_text().count("\n") == 1
+    moved = path.rename(tmp_path / "b")
+    with pytest.raises(CheckpointError, match="was renamed or deleted while this run was on"):
+        write_json({}, path / "certificate.json")
+    assert not path.exists()
+    assert not (moved / "certificate.json").exists()
 
 
 def test_the_home_of_nobody_is_a_configuration_error(tmp_path: Path, monkeypatch: Any) -> None:

@@ -297,6 +297,31 @@ def test_the_same_text_at_another_path_continues_the_run(whole: Path, folder: Pa
     assert losses(folder) == losses(whole)
 
 
+class Rename(L.Callback):
+    """Renames the folder of a run after a batch."""
+
+    def __init__(self, folder: Path, batch: int) -> None:
+        self.folder, self.batch = folder, batch
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.batch:
+            self.folder.rename(self.folder.with_name("renamed"))
+
+
+@pytest.mark.parametrize(("batch", "more"), [(2, ()), (3, ("monitor.flush_every=9",)), (5, ())])
+def test_a_run_whose_folder_is_renamed_ends_and_makes_nothing_at_the_old_place(
+    whole: Path, tmp_path: Path, batch: int, more: tuple[str, ...]
+) -> None:
+    write_text(tmp_path)
+    words = small_runs.options(tmp_path, "a", *SHORT, *more)
+    with pytest.raises(CheckpointError, match=r"/a was renamed or deleted while this run was on"):
+        fit(built(words, Rename(tmp_path / "a", batch)))
+    assert not (tmp_path / "a").exists()
+    assert losses(tmp_path, "renamed") == losses(whole)[: batch // 2 * 2]
+
+
 # --- Settings that may differ ---------------------------------------------------------------------
 
 FREE = (
