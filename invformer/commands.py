@@ -116,16 +116,20 @@ def train(config: TrainConfig) -> None:
 
 def evaluate(config: EvaluateConfig) -> None:
     """Load, measure, report; compare if there are several."""
-    from invformer.assemble.trained import load_trained
-    from invformer.evaluation.evaluate import evaluate
-    from invformer.evaluation.report import print_comparison, print_table, summary_values
-    from invformer.kernels.host import keep_freed_memory
-    from invformer.page import keep, keep_comparison
+    from invformer.runs.bar import Bar
+
+    with Bar(desc="loading PyTorch"):
+        from invformer.assemble.trained import load_trained
+        from invformer.evaluation.evaluate import evaluate
+        from invformer.evaluation.report import print_comparison, print_table, summary_values
+        from invformer.kernels.host import keep_freed_memory
+        from invformer.page import keep, keep_comparison
 
     keep_freed_memory()
     reports, paths = [], []
     for checkpoint in config.checkpoint:
-        trained = load_trained(checkpoint)
+        with Bar(desc=f"loading {checkpoint}"):
+            trained = load_trained(checkpoint)
         report = evaluate(*trained, replace(config, checkpoint=[checkpoint]))
         latest = trained.checkpoint.evaluation
         reports.append(report)

@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from invformer.evaluation.report import (
+    DIFFERING,
     branch_cells,
     branch_constants,
     certificate_sentences,
+    certified_first,
     comparison,
     details,
     headlines,
     name_of_norm,
     names_of,
+    texts_differ,
+    title_of,
     worst_constants,
     write_json,
 )
@@ -37,19 +41,23 @@ HEAD = """<!doctype html>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
       content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto;
        padding: 0 1rem; color: #222; }
+h1, p, td { overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 img { max-width: 100%; }
-table { border-collapse: collapse; font-size: .94rem; margin: 1rem 0; }
+table { display: block; overflow-x: auto; border-collapse: collapse; font-size: .94rem;
+        margin: 1rem 0; }
 td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top; }
 th { white-space: nowrap; border-bottom: 1px solid #999; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 pre { font: 14px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
       background: #f6f6f6; padding: .8rem; margin: .3rem 0; }
-.two { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
+.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr));
+       gap: 1rem; }
+.number { white-space: nowrap; }
 .proven { background: #d5efd5; } .wrong { background: #f7c4c4; } .open { background: #ececec; }
 </style>
 """
@@ -59,27 +67,26 @@ Row = Sequence[str]
 
 def page(report: Mapping[str, Any], curves: Mapping[str, plots.Series]) -> str:
     """The page of one evaluation; without a run there are no curves."""
-    data, inversion = report["data"], report["inversion"]
+    data, inversion, (name,) = report["data"], report["inversion"], names_of([report])
+    title = title_of(name, report["model"]["name"], data["name"], report["certificate"])
     constants = {plots.short(name): row for name, row in branch_constants(report).items()}
     parts = [
         table(headlines(report)),
         picture(
-            plots.draw_summary(curves, constants, ngram=ngram_of_run(report)),
+            plots.draw_summary(curves, constants, ngram=ngram_of_run(report), title=title),
             "Bits per character; constants of every branch",
         ),
         "<p>Curves belong to the training, whose estimates and local bounds are at a short probe "
         "text. Bars and table belong to this evaluation, with a tighter local bound.",
         "<h2>What is proven</h2>",
         *(f"<p>{shown(sentence)}" for sentence in certificate_sentences(report["certificate"])),
-        "<div class=two>",
         *(
             table(
                 branch_cells(rows),
                 (name_of_norm(norm, report["certificate"]), "estimate ≤", "local bound ≤", "bound"),
             )
-            for norm, rows in report["local_lipschitz"].items()
+            for norm, rows in certified_first(report)[:1]
         ),
-        "</div>",
     ]
     if inversion is not None:
         parts += [
@@ -99,7 +106,7 @@ def page(report: Mapping[str, Any], curves: Mapping[str, plots.Series]) -> str:
         "<h2>All numbers</h2>",
         table(details(report)),
     ]
-    return document(f"{report['checkpoint']} on {data['name']}, {data['split']}", parts)
+    return document(f"{name}, step {report['step']}, on {data['name']}, {data['split']}", parts)
 
 
 def document(title: str, parts: Iterable[str]) -> str:
@@ -135,7 +142,10 @@ def keep(report: Mapping[str, Any], latest: Path) -> tuple[Path, Path]:
         replace_file(html, content)
         if curves:
             sample = "".join(report["sample"].values())
-            plots.plot_run(curves, latest.with_name("summary.png"), sample, ngram_of_run(report))
+            run, model = names_of([report])[0], report["model"]["name"]
+            title = title_of(run, model, data["name"], report["certificate"])
+            summary = latest.with_name("summary.png")
+            plots.plot_run(curves, summary, sample, ngram_of_run(report), title)
     return path, html
 
 
@@ -148,10 +158,13 @@ def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     names = names_of(reports)
     texts = [(r["data"]["name"], r["data"]["split"], r["data"]["sha256"][:8]) for r in reports]
     commands = [(name, r["command"] or "–") for name, r in zip(names, reports, strict=True)]
+    differ = texts_differ(reports)
+    figure = "" if differ else picture(draw_comparison(reports), "Bits per character, constants")
     parts = [
         f"<p>On {shown('; '.join(' '.join(text) for text in sorted(set(texts))))}.",
+        f"<p><b>{DIFFERING[0].upper()}{DIFFERING[1:]}.</b>" if differ else "",
         table(rows, header),
-        picture(draw_comparison(reports), "Bits per character and largest constants"),
+        figure,
         "<h2>How they were trained</h2>",
         table(commands),
     ]

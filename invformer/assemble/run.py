@@ -22,6 +22,7 @@ from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.evaluation.evaluate import FORWARD_DTYPE
+from invformer.runs.bar import Bar
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.files import refuse_link, replace_file
 from invformer.runs.interruption import Interruption
@@ -62,11 +63,12 @@ def build_run(config: TrainConfig) -> Run:
         seq_len, vocabulary = start.config.data.seq_len, start.config.data.vocabulary
         read = replace(config.data, seq_len=seq_len, vocabulary=vocabulary)
         config = replace(config, model=start.config.model, data=read)
-    data = build_data(config, start)
+    with Bar(desc=f"reading {config.data.name}"):
+        data = build_data(config, start)
     directory = directory_of(config)
     metadata = build_metadata(config, data)
     resume = resume_point(directory, config, metadata)
-    is_finished = directory.summary.exists() and is_complete(resume, options.max_steps)
+    is_finished = directory.summary.exists() and is_complete(resume, options)
     if is_first_process():
         named = replace(config, run=replace(config.run, name=directory.path.name))
         replace_file(directory.config, to_yaml(named))
@@ -200,7 +202,7 @@ def build_callbacks(
         prompt = data.first_windows("val", 1)[0, :16]
         callbacks.append(Sample(prompt, length, data.vocabulary.text, config.run.seed))
     rows = Rows(monitor.flush_every, directory.path / "violation.json", probe)
-    checkpoints = Checkpoints(directory.checkpoints, resume and resume.path.name)
+    checkpoints = Checkpoints(directory.checkpoints, resume and resume.path.name, options.patience)
     callbacks += [Speed(monitor.flush_every), rows, checkpoints]
     if is_first_process():
         last, every, bar = options.max_steps, options.val_every, options.progress

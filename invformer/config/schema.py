@@ -199,6 +199,9 @@ class TrainerConfig(Section, key="trainer"):
     max_time: str | None = option(
         None, "[DD:]HH:MM:SS after which a run ends; the same command continues it", pattern=TIME
     )
+    patience: int | None = option(
+        None, "end after this many validations without a better one; null never does", MANY
+    )
     val_every: int = option(500, "optimiser steps between validations", MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda"] = option("auto", "device; a Mac has the cpu")
     devices: int = option(1, "devices to train on", "[1, 1e4]")

@@ -5,7 +5,15 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from invformer.config.schema import MANY_CHARACTERS, SEED, SIZE, CorpusName, ScoredSplit, Unknown
+from invformer.config.schema import (
+    MANY,
+    MANY_CHARACTERS,
+    SEED,
+    SIZE,
+    CorpusName,
+    ScoredSplit,
+    Unknown,
+)
 from invformer.config.section import ANY_TEXT, Root, Section, option
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
@@ -44,6 +52,9 @@ class MeasureConfig(Section, key="evaluate"):
     lipschitz_sequences: int = option(2, "sequences for local Lipschitz estimates", "[0, 1e6]")
     lipschitz_steps: int = option(30, "power iteration steps per estimate", SIZE)
     inversion_sequences: int = option(4, "sequences that are inverted and proven", "[0, 1e6]")
+    proof_limit: int = option(
+        150_000, "characters times symbols that the proof tries; later ones stay unproven", MANY
+    )
     inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
     device: str = option("auto", DEVICES, pattern=DEVICE)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from invformer.config.load import command_line
 from invformer.config.schema import DataConfig, TrainConfig
@@ -33,9 +32,12 @@ from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.recovered_text import marks, readable
+from invformer.evaluation.report import MOSTLY
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify, enforce
 from invformer.nn.transformer import CharTransformer
+from invformer.proofs.prefix_margins import MarginEvidence
+from invformer.runs.bar import Bar
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.machine import pick_device
 
@@ -48,7 +50,6 @@ TEXTS_TOGETHER = 32
 log = logging.getLogger(__name__)
 
 FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
-MOSTLY = 0.5  # of another text may be unknown, no more
 
 
 def evaluate(
@@ -63,10 +64,11 @@ def evaluate(
     parameters = list(model.to(device).parameters())
     data = evaluated_data(trained.data, config.data)
     split = config.data.split or data.split
-    corpus = read_corpus(data)
-    tokens = tokens_of(corpus, vocabulary, data.max_val_characters)[split]
-    size = corpus.total if split == "all" else corpus.size(split)
-    unknown, own = unknown_rate(tokens), corpus.sha256 == checkpoint.metadata["data_sha256"]
+    with Bar(desc=f"reading {data.name}"):
+        corpus = read_corpus(data)
+        tokens = tokens_of(corpus, vocabulary, data.max_val_characters)[split]
+        size = corpus.total if split == "all" else corpus.size(split)
+        unknown, own = unknown_rate(tokens), corpus.sha256 == checkpoint.metadata["data_sha256"]
     if unknown > MOSTLY and not own:
         raise CheckpointError(
             f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
@@ -90,8 +92,7 @@ def evaluate(
     print(f"{checkpoint.path}: evaluating {what}", flush=True)
     mixed = trained.trainer.precision == "bf16-mixed"  # as in training, and in the certificate
     with torch.autocast(device.type, torch.bfloat16, mixed):
-        shown = tqdm(windows, "likelihood", unit=" batches", leave=False, disable=None)
-        likelihood = score(model, shown, device)
+        likelihood = score(model, Bar(windows, desc="likelihood", unit="batches"), device)
     if not math.isfinite(likelihood.nats):
         raise NonFiniteError(
             f"{checkpoint.path}: {likelihood.nats} nats per character on data.split={split}: "
@@ -140,24 +141,18 @@ def evaluate(
     }
     if measure.lipschitz_sequences:
         probe = first_sequences(tokens, seq_len, measure.lipschitz_sequences).to(device)
-        with shown_at_work("local Lipschitz constants"):
-            report["local_lipschitz"] = measured_branches(model, probe, measure.lipschitz_steps)
+        report["local_lipschitz"] = measured_branches(model, probe, measure.lipschitz_steps)
     if certificate is not None and measure.inversion_sequences:
         sequences = first_sequences(tokens, seq_len, measure.inversion_sequences).to(device)
-        with shown_at_work("inversion and proof"):
-            inversion = inverted(model, vocabulary, sequences, measure)
+        inversion = inverted(model, vocabulary, sequences, measure)
         report["inversion"] = inversion
         rate = inversion["num_characters"] / inversion["seconds_inverse"]
         report["perf"]["inverse_characters_per_second"] = rate
     for key, count in (("generate", 1), (f"generate_{TEXTS_TOGETHER}_texts", TEXTS_TOGETHER)):
-        rate = generation_rate(model, tokens, count, device)
+        with Bar(desc="generating texts"):
+            rate = generation_rate(model, tokens, count, device)
         report["perf"][f"{key}_characters_per_second"] = rate
     return report
-
-
-def shown_at_work(what: str) -> tqdm:
-    """Shows on a terminal what the program is doing."""
-    return tqdm(desc=what, bar_format="{desc} …", leave=False, disable=None)
 
 
 def evaluated_data(trained: DataConfig, asked: EvaluateDataConfig) -> DataConfig:
@@ -225,16 +220,32 @@ def inverted(
     model: CharTransformer, vocabulary: Vocabulary, sequences: Tensor, measure: MeasureConfig
 ) -> dict[str, Any]:
     """Round trip of some sequences: the report's numbers, and each text beside the recovered."""
-    trip = round_trip(model, sequences, getattr(torch, measure.inversion_dtype))
+    with Bar(desc="inversion"):
+        trip = round_trip(model, sequences, getattr(torch, measure.inversion_dtype))
+    of_each = measure.proof_limit // (len(sequences) * vocabulary.size)
+    count, before = min(max(1, of_each), sequences.shape[-1]), 0
     start = time.perf_counter()
-    proof = trip.proof()
-    seconds = {"proof": time.perf_counter() - start, **trip.seconds()}
+    with Bar(desc="proof", total=count * len(sequences), unit="characters") as bar:
+
+        def watch(evidence: MarginEvidence) -> None:
+            nonlocal before
+            now = len(evidence.tokens)
+            bar.update(now - before if before < count else now)
+            before = now
+
+        proof = trip.proof(count, watch)
+    seconds = {"proof": time.perf_counter() - start}
+    with Bar(desc="timing the inverse"):
+        seconds |= trip.seconds()
+    proven = torch.zeros_like(trip.decoded).bool()
+    proven[:, :count] = proof.proven
     decoded = ([vocabulary.decode(t) for t in batch.cpu()] for batch in (sequences, trip.decoded))
-    symbols = zip(*decoded, proof.proven.tolist(), strict=True)
+    symbols = zip(*decoded, proven.tolist(), strict=True)
     texts = starmap(partial(readable, vocabulary), symbols)
     return {
         **trip.numbers(),
-        "characters_proven": proof.proven.double().mean().item(),
+        "characters_proven": proven.double().mean().item(),
+        "characters_tried": proof.proven.numel(),
         "margin": proof.margin.min().item(),
         "arithmetic_error": proof.arithmetic_error.max().item(),
         "distance": proof.distance.max().item(),

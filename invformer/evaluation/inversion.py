@@ -19,7 +19,7 @@ from invformer.nn.stack import StackSolution, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.residual_equation import rtol_of_single_precision
-from invformer.proofs.prefix_margins import MarginEvidence, prefix_margins
+from invformer.proofs.prefix_margins import MarginEvidence, Watch, prefix_margins
 
 Text = Integer[Tensor, "sequences tokens"]
 States = Float[Tensor, "sequences tokens width"]
@@ -61,14 +61,19 @@ class RoundTrip:
             "dtype": self.certificate.dtype,
         }
 
-    def proof(self) -> MarginEvidence:
+    def proof(
+        self, count: int | None = None, watch: Watch = lambda evidence: None
+    ) -> MarginEvidence:
         """Prove characters by the states; takes a forward pass of every symbol at every place.
+
+        Of each text it looks at the first ``count`` characters, or at all.
 
         Raises:
             CertificateViolation: a proven character is not the one that went up.
         """
-        evidence = prefix_margins(self.model, self.decoded, self.states)
-        wrong = (evidence.proven & (self.decoded != self.tokens)).nonzero()
+        decoded, tokens = self.decoded[:, :count], self.tokens[:, :count]
+        evidence = prefix_margins(self.model, decoded, self.states[:, :count], watch=watch)
+        wrong = (evidence.proven & (decoded != tokens)).nonzero()
         if len(wrong):
             sequence, place = wrong[0].tolist()
             raise CertificateViolation(

@@ -14,6 +14,7 @@ from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
+from invformer.runs.bar import Bar
 
 NORMS_MEASURED: tuple[Norm, ...] = ("token_max", "frobenius")
 # Estimates and local bounds take the same numbers in float32, whose rounding may differ by this.
@@ -32,7 +33,8 @@ def measured_branches(
     """
     report: dict[str, dict[str, dict[str, Any]]] = {}
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
-    for norm in (*NORMS_MEASURED, *causal):
+    norms = (*NORMS_MEASURED, *causal)
+    for norm in Bar(norms, desc="local Lipschitz constants", unit="norms"):
         bounds: dict[str, float] = {}
         if norm == "diagonal_block":
             bounds = certify(model).per_branch

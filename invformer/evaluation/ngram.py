@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from invformer.runs.bar import Bar
+
 CHUNK = 1 << 20  # characters of the training text that are counted at a time
 
 
@@ -38,7 +40,8 @@ def witten_bell_nats(
         counts.append(Counts(keys, int(contexts[-1].max()) + 1, vocab_size))
         places.append(place)
         contexts.append(place.roll(1))  # wrong where there are too few predecessors: never read
-    for start in range(0, len(train_tokens), CHUNK):
+    starts = range(0, len(train_tokens), CHUNK)
+    for start in Bar(starts, desc=f"{order}-gram", unit="million characters"):
         before = min(start, depth - 1)  # characters that are counted already
         text = train_tokens[start - before : start + CHUNK].long()
         context = torch.zeros_like(text)

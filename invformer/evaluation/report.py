@@ -10,6 +10,9 @@ from invformer.numerics.rounding import downwards, shortened_down, upwards
 from invformer.runs.checkpoint import CHECKPOINTS
 from invformer.runs.files import make_folder, replace_file
 
+DIFFERING = "the texts or their units differ: bits per character do not compare"
+MOSTLY = 0.5  # a text is mostly unknown if more of it is not in the vocabulary
+
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:
     """Write the report atomically; numbers JSON has no literal for become null."""
@@ -33,7 +36,7 @@ def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:
     data = report["data"]
     print(f"{report['checkpoint']} (step {report['step']}) on {data['name']}, {data['split']}")
     blocks = [columns(headlines(report)), columns(details(report))]
-    norms = list(report["local_lipschitz"].items())
+    norms = certified_first(report)
     for norm, rows in norms if verbose else norms[:1]:
         heading = name_of_norm(norm, report["certificate"])
         blocks.append([f"  {heading:<24}   estimate ≤ local bound ≤      bound"])
@@ -71,6 +74,9 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     beside = f"  ({ngram['order']}-gram: {ngram['bpc']:.4f})" if ngram else ""
     lines = [(f"{data['split']} bpc", f"{report['bpc']:.4f}{beside}")]
     unknown = "unknown to this vocabulary"
+    if data["unknown_rate"] > MOSTLY:
+        share = f"{data['unknown_rate']:.1%} of the text is {unknown}, one symbol for all of it"
+        lines.insert(0, ("mostly unknown", share))
     if not data["same_as_training"]:
         share = f"{data['unknown_rate']:.1%} of the text is {unknown}"
         lines.append(("another text", f"{data['name']}; {share}"))
@@ -81,6 +87,9 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         of_these = inversion["unknown_rate"]
         more = f"; {of_these:.1%} of these are {unknown}" if of_these else ""
         recovered += f" of the {'symbols' if more else 'characters'} recovered"
+        tried, count = inversion.get("characters_tried"), inversion["num_characters"]
+        if tried is not None and tried < count:
+            more += f"; the proof tried {tried} of {count} (evaluate.proof_limit)"
         lines.append(("inversion", f"{recovered}, {proven} proven{more}"))
     if measured := report["local_lipschitz"].get("token_max"):
         worst, name = max((row["estimate"], name) for name, row in measured.items())
@@ -173,9 +182,22 @@ def print_comparison(reports: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         cells = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         print("  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]), *list(cells)[2:]]))
-    texts = {(r["data"]["sha256"], r["data"]["split"], r["num_characters"]) for r in reports}
-    if len(texts) > 1:
-        print("the texts or their units differ: bits per character do not compare")
+    if texts_differ(reports):
+        print(DIFFERING)
+
+
+def texts_differ(reports: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the evaluations are of different texts, or count different units."""
+    return (
+        len({(r["data"]["sha256"], r["data"]["split"], r["num_characters"]) for r in reports}) > 1
+    )
+
+
+def certified_first(report: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The norms with the constants measured in each, that of the certificate first."""
+    measured, certificate = report["local_lipschitz"], report["certificate"] or {}
+    norms = ("diagonal_block", certificate.get("norm", ""), *measured)
+    return [(norm, measured[norm]) for norm in dict.fromkeys(norms) if norm in measured]
 
 
 def largest_bound(certificate: Mapping[str, Any], digits: int = 6) -> str:
@@ -185,9 +207,20 @@ def largest_bound(certificate: Mapping[str, Any], digits: int = 6) -> str:
 
 def largest_proven(certificate: Mapping[str, Any], digits: int = 6) -> str:
     """The largest bound with its norm and target, on one line."""
+    norm, target = certified_norm(certificate), certificate["target"]
+    return f"≤ {largest_bound(certificate, digits)} in {norm} (target {target})"
+
+
+def certified_norm(certificate: Mapping[str, Any]) -> str:
+    """The norm that a certificate speaks of, and whether of diagonal blocks alone."""
     diagonal = "" if certificate["kind"] == "global" else ", diagonal blocks of the Jacobian"
-    norm = name_of_norm(certificate["norm"], certificate) + diagonal
-    return f"≤ {largest_bound(certificate, digits)} in {norm} (target {certificate['target']})"
+    return name_of_norm(certificate["norm"], certificate) + diagonal
+
+
+def title_of(run: str, model: str, text: str, certificate: Mapping[str, Any] | None) -> str:
+    """What a picture of a run shows."""
+    norm = "token_max" if certificate is None else certified_norm(certificate)
+    return f"{run}: {model} on {text}. Lipschitz constants in {norm}"
 
 
 def name_of_norm(norm: str, certificate: Mapping[str, Any] | None) -> str:
@@ -225,10 +258,8 @@ def summary_values(report: Mapping[str, Any]) -> dict[str, float]:
 
 def branch_constants(report: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """The four constants of every branch, in the certificate's norm if that was measured."""
-    measured, certificate = report["local_lipschitz"], report["certificate"] or {}
-    norms = ("diagonal_block", certificate.get("norm"), "token_max")
-    rows: Mapping[str, Any] = next((measured[norm] for norm in norms if norm in measured), {})
-    targets = certificate.get("targets", {})
+    rows = next((rows for _, rows in certified_first(report)), {})
+    targets = (report["certificate"] or {}).get("targets", {})
     return {name: {**row, "target": targets.get(name)} for name, row in rows.items()}
 
 
@@ -247,6 +278,7 @@ def informative(value: float, limit: float, why: str) -> str:
 
 def proof(inversion: Mapping[str, Any]) -> str:
     """By which numbers the characters are proven, or are not."""
+    count = inversion["num_characters"]
     if inversion["unproven"] is not None:
         return f"none: {inversion['unproven']}"
     numbers = (
@@ -257,4 +289,7 @@ def proof(inversion: Mapping[str, Any]) -> str:
         away = f"the states of this text are up to {inversion['distance']:.2g} away"
         return f"not of every character: {numbers}; {away}"
     radius = shortened_down(inversion["radius"])
-    return f"any other symbols have a state farther than {radius} from the given one ({numbers})"
+    others = "any other symbols"
+    if inversion.get("characters_tried", count) < count:
+        others += " where they were tried"
+    return f"{others} have a state farther than {radius} from the given one ({numbers})"

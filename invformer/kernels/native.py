@@ -8,6 +8,7 @@ compiles for itself. ``CXX`` names a compiler other than ``c++``.
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from invformer.kernels.host import cache_folder
 
+log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
@@ -92,6 +94,7 @@ def _load() -> ctypes.CDLL:
         with suppress(OSError):
             if kept.stem == f"{stem}-{_digest(kept)}":  # a truncated file would end the process
                 return ctypes.CDLL(str(kept))
+    log.warning("compiling for this processor, once; this may take a minute")
     return ctypes.CDLL(str(_compile(command, folder, stem)))
 
 

@@ -33,6 +33,7 @@ LOST = (
 )  # fmt: skip
 
 stopping = threading.Lock()  # held from the first signal to stop on
+saved = ""  # what ends the line then, once a run has saved something
 
 
 def guarded(work: Callable[[], None], debug: bool) -> int:
@@ -109,10 +110,10 @@ def is_news(line: str, exit_code: int) -> bool:
     return True
 
 
-def stop_on_signals(after: str = "") -> None:
+def stop_on_signals() -> None:
     """End at once and with one line on a signal to stop, as long as there is nothing to save.
 
-    The line ends with ``after``. The training loop replaces these handlers while it runs (see
+    The training loop replaces these handlers while it runs (see
     ``interruption``).
     """
 
@@ -120,7 +121,7 @@ def stop_on_signals(after: str = "") -> None:
         # Not an exception, which whatever is being imported or waited for might swallow.
         if stopping.acquire(blocking=False):
             stopped = Stopped(number)
-            report(f"{stopped}{after}", stopped.exit_code)
+            report(f"{stopped}{saved}", stopped.exit_code)
             os._exit(stopped.exit_code)
 
     hear_to_stop(stop)

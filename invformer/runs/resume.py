@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from invformer.config.schema import TrainConfig
+from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.config.section import options
 from invformer.errors import CheckpointError, DataError
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
@@ -158,12 +158,16 @@ def new_run_from(run: RunDirectory) -> str:
     return f"start a new run from its weights: run.name=NEW {start}, without options of the model"
 
 
-def is_complete(checkpoint: Checkpoint | None, max_steps: int) -> bool:
-    """Whether all steps of a run are done, and no validation has to be made up for."""
-    if checkpoint is None or checkpoint.step < max_steps:
+def is_complete(checkpoint: Checkpoint | None, options: TrainerConfig) -> bool:
+    """Whether a run has come to its end, by steps or patience, and no validation is missing."""
+    if checkpoint is None:
         return False
     try:
-        return checkpoint.read_state()["callbacks"]["Interruption"]["validating"] is False
+        callbacks = checkpoint.read_state()["callbacks"]
+        num_worse = callbacks["Checkpoints"].get("num_worse", 0)
+        patience = num_worse + 1 if options.patience is None else options.patience
+        is_whole = callbacks["Interruption"]["validating"] is False
+        return is_whole and (checkpoint.step >= options.max_steps or num_worse >= patience)
     except (KeyError, TypeError):  # not a state of this program, which is refused when it is loaded
         return False
 

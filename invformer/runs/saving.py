@@ -51,8 +51,10 @@ class Checkpoints(L.Callback):
 
     folder: Path
     previous: str | None = None  # name of the checkpoint from which the run continues
+    patience: int | None = None  # validations without a better one after which the run ends
     best: float = field(default=math.inf, init=False)
     best_name: str | None = field(default=None, init=False)
+    num_worse: int = field(default=0, init=False)  # validations since the best one
     started: bool = field(default=False, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -61,6 +63,7 @@ class Checkpoints(L.Callback):
         if moved and trainer.is_global_zero:
             print(f"on the schedule of the new settings {' and '.join(moved)}")
         self.started = True
+        trainer.should_stop = self.is_over
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save what was just validated (the metrics were flushed, hence checked, before)."""
@@ -68,9 +71,16 @@ class Checkpoints(L.Callback):
         bpc = float(trainer.callback_metrics["val/bpc"])
         name = name_for(self.folder, trainer.global_step)
         kept = {self.previous, self.best_name}  # the previous one names the best so far
+        self.num_worse += 1
         if bpc < self.best:
-            self.best, self.best_name = bpc, name
+            self.best, self.best_name, self.num_worse = bpc, name, 0
         self.save(trainer, name, kept)
+        trainer.should_stop = trainer.should_stop or self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the patience of the run has come to its end; the same in all processes."""
+        return self.patience is not None and self.num_worse >= self.patience
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -121,12 +131,14 @@ class Checkpoints(L.Callback):
         require_own_state(trainer, checkpoint, fresh, schedule, accumulate)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far, and where it is."""
-        return {"best": self.best, "best_name": self.best_name}
+        """The best value so far, where it is, and how many were validated since."""
+        names = "best", "best_name", "num_worse"
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on comparing with the best value so far."""
         self.best, self.best_name = state_dict["best"], state_dict["best_name"]
+        self.num_worse = state_dict.get("num_worse", 0)  # which earlier releases did not count
 
 
 class RandomState(L.Callback):

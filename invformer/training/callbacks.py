@@ -107,6 +107,12 @@ class InversionMonitor(L.Callback):
     tokens: Integer[Tensor, "sequences tokens"]  # the text to invert
     decode: Callable[[Tensor], str] | None = None  # makes text of tokens, to show it
 
+    @property
+    def caveat(self) -> str:
+        """What belongs beside the share that is recovered: how much of it is one symbol."""
+        share = (self.tokens == 0).double().mean().item()
+        return f"; {share:.1%} of these are unknown to this vocabulary" if share else ""
+
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the errors of the recovered text, and show it."""
         assert isinstance(pl_module, CharLanguageModel)

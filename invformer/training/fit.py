@@ -13,8 +13,9 @@ from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError
 from invformer.evaluation.evaluate import ngram_baseline
-from invformer.evaluation.report import largest_proven
+from invformer.evaluation.report import largest_proven, title_of
 from invformer.kernels import native
+from invformer.runs import exit as ending
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from invformer.runs.console import CONTROL_CHARACTER, printable
 from invformer.runs.contained import one_line
@@ -24,13 +25,15 @@ from invformer.runs.run_directory import RunDirectory
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import WandbLogger
-from invformer.training.callbacks import Sample
+from invformer.training.callbacks import CertificateKeeper, InversionMonitor, Sample
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run, read_curves
 from invformer.training.progress import percent
 from invformer.weights.spectral import set_manual_refresh
 
 ALERTS = {5: "not finite", 6: "certificate violated", 9: "rank lost"}  # by exit code
+MANY = 20  # passes over a text
+SAVED = "; what was saved stays, start the same command again"
 NGRAM_AT_ONCE = 1_000_000  # characters; evaluate.py counts longer texts
 # While a state is restored they mean that it is none of this run.
 REFUSALS = (CheckpointError, LookupError, AttributeError, TypeError, ValueError, RuntimeError)
@@ -66,7 +69,10 @@ def fit(run: Run) -> None:
     """
     if run.is_finished:
         if run.trainer.is_global_zero:
-            print(f"{run.directory.path} is finished: nothing is left to train")
+            left = "nothing is left to train"
+            if run.resume is not None and run.resume.step < run.config.trainer.max_steps:
+                left = "a larger trainer.patience continues it"
+            print(f"{run.directory.path} is finished: {left}")
             print_result(run)
         return
     exit_code = 1
@@ -75,6 +81,7 @@ def fit(run: Run) -> None:
             announce(run)
             run.directory.summary.unlink(missing_ok=True)  # a picture means a finished run
         train(run)
+        ending.saved = SAVED
         if run.trainer.is_global_zero:
             conclude(run)
         exit_code = 0
@@ -122,9 +129,17 @@ def announce(run: Run) -> None:
         f"{run.directory.path}: {parameters:,} parameters, {corpus.sizes['train']:,} {corpus.unit} "
         f"to train on, {run.data.vocabulary.size} symbols"
     )
+    trainer, data = run.config.trainer, run.config.data
+    read = trainer.max_steps * trainer.accumulate * data.batch_size * data.seq_len
+    passes = read / corpus.sizes["train"]
+    hint = ": often learnt by heart, so watch val or set trainer.patience=2"
+    print(f"{trainer.max_steps:,} steps read the text {passes:.3g} times{hint * (passes > MANY)}")
+    if trainer.compile:
+        print("the first step compiles every block, which may take minutes")
     if run.trainer.strategy.root_device.type == "cpu" and (missing := native.complaint()):
         print(f"attention is not compiled, which is slower: {missing}")
     if run.resume is not None:
+        ending.saved = SAVED
         print(f"continuing from step {run.resume.step}")
     sys.stdout.flush()
 
@@ -137,11 +152,17 @@ def conclude(run: Run) -> None:
         replace_file(run.directory.path / "sample.txt", sample)
         print(f"--- sample ---\n{printable(sample)}\n---")
     curves = read_curves(run.directory.metrics)
-    plot_run(curves, run.directory.summary, sample, five_gram(run.data))
+    keeper, config = run.callback(CertificateKeeper), run.config
+    certificate = keeper and keeper.certificate and keeper.certificate.to_dict()
+    title = title_of(run.directory.path.name, config.model.name, config.data.name, certificate)
+    plot_run(curves, run.directory.summary, sample, five_gram(run.data), title)
     print_result(run)
-    if left := max(0, run.config.trainer.max_steps - run.trainer.global_step):
-        print(f"continue   {run.directory.command} ({left} steps are left)")
     checkpoints = run.callback(Checkpoints)
+    if checkpoints.is_over:
+        since = f"{checkpoints.num_worse} validations without a better one"
+        print(f"ended      {since}; a larger trainer.patience continues it")
+    elif left := max(0, run.config.trainer.max_steps - run.trainer.global_step):
+        print(f"continue   {run.directory.command} ({left} steps are left)")
     if run.wandb is None or checkpoints.best_name is None:
         return
     run.wandb.log_image("view/summary", [run.directory.summary], run.trainer.global_step - 1)
@@ -168,7 +189,10 @@ def print_result(run: Run) -> None:
         print(f"proven     every branch {largest_proven(certificate, 4)}")
     if "inverse/characters_recovered" in best:
         recovered = percent(best["inverse/characters_recovered"])
-        print(f"inversion  {recovered} of the characters recovered")
+        monitor = run.callback(InversionMonitor)
+        caveat = "" if monitor is None else monitor.caveat
+        what = "symbols" if caveat else "characters"
+        print(f"inversion  {recovered} of the {what} recovered{caveat}")
     print(f"folder     {run.directory.path}")
     checkpoint = shlex.quote(f"checkpoint={run.directory.path}")
     line = shlex.quote(first_words(run.data))

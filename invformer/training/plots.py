@@ -32,9 +32,12 @@ LEGEND = {
 }
 
 
-def plot_run(curves: Mapping[str, Series], path: Path, sample: str, ngram: float | None) -> None:
+def plot_run(
+    curves: Mapping[str, Series], path: Path, sample: str, ngram: float | None, title: str = ""
+) -> None:
     """Write :func:`draw_summary` of a run as PNG."""
-    save(draw_summary(curves, last_constants(curves), in_words(curves, sample), ngram), path)
+    words = in_words(curves, sample)
+    save(draw_summary(curves, last_constants(curves), words, ngram, title), path)
 
 
 def read_curves(metrics: Path) -> dict[str, Series]:
@@ -54,14 +57,17 @@ def draw_summary(
     constants: Mapping[str, Constants],
     words: str = "",
     ngram: float | None = None,
+    title: str = "",
 ) -> "Figure":
     """Bits per character and course of the constants, if there are curves; constants; words.
 
-    ``ngram`` is what a 5-gram has on the validation split, in bits per character.
+    ``ngram`` is what a 5-gram has on the validation split, in bits per character; ``title`` says
+    which run, text and norm.
     """
     rows: list[Any] = [["likelihood", "course"]] if curves else []
     rows.append(["constants", "words" if words else "constants"])
     figure = empty_figure(11, 3.5 * len(rows))
+    figure.suptitle(title.replace("$", r"\$"), size=10)
     axes = figure.subplot_mosaic(rows)
     if curves:
         draw_bits_per_character(axes["likelihood"], curves, ngram)

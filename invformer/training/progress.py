@@ -12,9 +12,12 @@ from tqdm import tqdm
 
 from invformer.numerics.rounding import downwards, upwards
 from invformer.runs.run_log import Row, read_rows
+from invformer.runs.saving import Checkpoints
+from invformer.training.callbacks import InversionMonitor
 from invformer.training.rows import rows_of
 
 SMOOTHED = 100  # steps
+RISES = 2  # validations without a better one that are worth a word
 LINES = 5  # a run, beside those of validations
 BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {desc}  {rate_fmt}  {remaining} left"
 
@@ -70,9 +73,16 @@ class Progress(L.Callback):
         words = [self.loss(), self.validated()]
         if "lipschitz/bound" in self.row:
             words.append(f"bounds ≤ {upwards(self.row['lipschitz/bound'], 4)} proven")
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if "inverse/characters_recovered" in self.row:
-            words.append(f"recovered {percent(self.row['inverse/characters_recovered'])}")
+            caveats = (c.caveat for c in callbacks if isinstance(c, InversionMonitor))
+            share = percent(self.row["inverse/characters_recovered"])
+            words.append(f"recovered {share}{next(caveats, '')}")
         self.say(*words, self.pace())
+        for kept in (c for c in callbacks if isinstance(c, Checkpoints)):
+            if kept.num_worse == RISES and kept.best_name is not None:
+                step = int(kept.best_name.split("-")[1])
+                self.say(f"the best validation was {kept.best:.3f} at step {step}, which is kept")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the bar away."""

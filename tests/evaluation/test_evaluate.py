@@ -154,6 +154,32 @@ def test_the_table_opens_with_the_result_and_says_which_numbers_say_nothing(
     assert "\n  weighted frobenius " in capsys.readouterr().out
 
 
+def test_the_proof_is_capped_by_characters_times_symbols_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = Saved(tmp_path)
+    limit = 2 * 5 * saved.vocabulary.size
+    words = ("evaluate.inversion_sequences=2", f"evaluate.proof_limit={limit}")
+    report = saved.evaluated("evaluate.lipschitz_sequences=0", *words)
+    inversion = report["inversion"]
+    assert inversion["characters_tried"] == 2 * 5
+    assert inversion["characters_proven"] == 10 / inversion["num_characters"]
+    assert [text["marks"] for text in inversion["texts"]] == ["✓" * 5 + "·" * 11] * 2
+    print_table(report)
+    assert "the proof tried 10 of 32 (evaluate.proof_limit)" in capsys.readouterr().out
+
+
+def test_a_table_of_a_text_that_is_mostly_unknown_says_so_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Saved(tmp_path).evaluated(*QUICK)
+    report["data"]["unknown_rate"] = 0.62
+    capsys.readouterr()
+    print_table(report)
+    (first,) = re.findall(r"\A.*\n  (.*)", capsys.readouterr().out)
+    assert re.match(r"mostly unknown +62\.0% of the text is unknown to this vocabulary", first)
+
+
 def test_a_bound_stands_beside_the_estimate_of_its_own_branch() -> None:
     model = contractive_model(certificate="causal").double().eval()
     for place, (_, branch) in enumerate(model.stack.branches()):

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.evaluation.report import comparison, print_comparison, summary_values
+from invformer.evaluation.report import (
+    certified_first,
+    comparison,
+    print_comparison,
+    summary_values,
+)
 from invformer.page import keep, keep_comparison, page
 from tests.support.saved_runs import Saved
 from tests.training.test_plots import write_metrics
@@ -53,6 +58,18 @@ def test_a_page_has_everything_and_refers_to_nothing(report: dict) -> None:
     ):  # fmt: skip
         assert said in elements.text
     assert elements.text.count(first["recovered"]) >= 2
+
+
+def test_a_page_has_the_name_of_its_run_and_the_constants_that_are_proven(
+    report: dict, tmp_path: Path
+) -> None:
+    named = {**report, "checkpoint": "runs/sums/checkpoints/step-00000003"}
+    found = page(named, {})
+    assert "<title>sums, step 3, on text_file, val</title>" in found
+    assert "frobenius" not in Elements(found).text
+    causal = Saved(tmp_path, "model=causal_bounded").evaluated("evaluate.lipschitz_steps=2")
+    norms = [name for name, _ in certified_first(causal)]
+    assert norms == ["diagonal_block", "token_max", "frobenius"]
 
 
 def test_text_of_a_model_is_escaped_in_a_page(report: dict) -> None:
@@ -129,6 +146,9 @@ def test_several_models_stand_in_one_table_and_one_figure(
     print_comparison([report, on_test[1]])
     assert "bits per character do not compare" in capsys.readouterr().out
     assert len({path, keep_comparison(reports, tmp_path), keep_comparison(on_test, tmp_path)}) == 2
+    apart = Elements(keep_comparison([report, on_test[1]], tmp_path).read_text(encoding="utf-8"))
+    assert "bits per character do not compare" in apart.text
+    assert "img" not in apart.tags
     elements = Elements(path.read_text(encoding="utf-8"))
     assert elements.tags.count("img") == 1
     assert elements.tags.count("tr") == 3 + 2

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from invformer.evaluation.report import title_of
 from invformer.training.plots import (
     draw_summary,
     in_words,
@@ -61,7 +62,12 @@ def test_every_branch_has_its_estimate_below_its_local_bound_below_its_bound(
 def test_nothing_that_is_drawn_is_clipped(tmp_path: Path) -> None:
     curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
     words = in_words(curves, "a sample of 50 characters in a line, and some more " * 40)
-    figure = draw_summary(curves, last_constants(curves), words, 1.5)
+    title = title_of(
+        "first", "l2", "books", {"norm": "token_max", "kind": "global", "conditions": [1]}
+    )
+    assert title == "first: l2 on books. Lipschitz constants in weighted token_max"
+    figure = draw_summary(curves, last_constants(curves), words, 1.5, title)
+    assert figure.get_suptitle() == title
     likelihood, course, bars, said = figure.axes
     assert likelihood.get_ylim()[0] < 1.5  # the n-gram
     assert bars.get_ylim()[1] > 0.7

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from invformer.errors import Interrupted
+from invformer.evaluation.likelihood import BitsPerCharacter
 from invformer.numerics.rounding import upwards
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, first_words, fit
 from invformer.training.progress import percent
-from tests.support.small_runs import TEXT, StopAt, built, fitted, options
+from tests.support.small_runs import TEXT, StopAt, built, fitted, losses, newest, options
 
 SHORT = ("trainer.max_steps=20", "trainer.val_every=10", "monitor.flush_every=1")
 CONTRACTIVE = "  bounds ≤ 0\\.\\d{4} proven  recovered 100 %"
@@ -95,6 +97,44 @@ def test_a_run_whose_time_is_over_validates_saves_and_continues_to_the_same_weig
         for name in ("whole", "a")
     ]
     assert others == [first]
+
+
+RISING = [3.0, 2.0, 2.5, 2.5, 1.9, 2.0, 2.1]
+
+
+def test_a_run_without_a_better_validation_says_so_and_ends_where_its_patience_does(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BitsPerCharacter, "compute", lambda self: torch.tensor(next(values)))
+    more = ("trainer.max_steps=14", "trainer.val_every=2", "optim.warmup_steps=1")
+    values = iter(RISING)
+    fit(run_of(folder, *more, "run.name=whole"))
+    said = capsys.readouterr().out
+    assert re.findall(r"the best validation was (\S+) at step (\d+)", said) == [
+        ("2.000", "4"),
+        ("1.900", "10"),
+    ]
+    values = iter(RISING)
+    for patience, steps in ((1, 6), (1, 6), (2, 8), (2, 8), (3, 14)):
+        run = run_of(folder, *more, f"trainer.patience={patience}")
+        fit(run)
+        said = capsys.readouterr().out
+        assert newest(folder / "a").step == steps
+        assert ("a larger trainer.patience continues it" in said) == (steps < 14)
+    assert losses(folder / "a") == losses(folder / "whole")
+
+
+def test_what_a_short_text_and_unknown_characters_mean_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mixed.txt").write_text("1 and 2 is 3; " * 60 + "ж" * 85)
+    fit(run_of(folder, f"data.path={folder / 'mixed.txt'}"))
+    said = capsys.readouterr().out
+    assert re.search(r"20 steps read the text 3\.\d+ times\n", said)
+    unknown = r"100 % of the symbols recovered; \d+\.\d% of these are unknown to this vocabulary"
+    assert re.search(unknown, said)
+    fit(run_of(folder, "run.name=long", "trainer.max_steps=300", "trainer.max_time=00:00:00"))
+    assert "times: often learnt by heart, so watch val" in capsys.readouterr().out
 
 
 def test_a_terminal_has_a_bar_that_continues_where_the_run_does(
