@@ -68,6 +68,17 @@ class Stopped(InvformerError):
         super().__init__(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 
+class Alarmed(InvformerError):
+    """An estimate grew so far that the run was to stop; it is saved, and ``warn`` continues it."""
+
+    exit_code = 10
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            f"{message}; nothing is lost: continue with monitor.alarm=warn, or begin a new run"
+        )
+
+
 class Interrupted(InvformerError):
     """The run was asked to stop, saved its state, and says which command continues it."""
 

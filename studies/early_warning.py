@@ -334,25 +334,24 @@ def verdict(judged: Sequence[Run], labels: Labels) -> list[Finding]:
 
 def beside(runs: Sequence[Run], judged: Sequence[Run], labels: Labels) -> list[Finding]:
     """The alarm, SpikeDetection as Lightning has it, rates that are too small, certified models."""
-    growth = [run.growth for run in judged]
-    peaks = torch.tensor([max(series) for series in growth], dtype=torch.float64)
+    peaks = torch.tensor([max(run.growth) for run in judged], dtype=torch.float64)
     limit = threshold(peaks[~labels.sick])
     found, accused = labels.held_out(peaks)
-    when = [
-        run.result.points[next(i for i, value in enumerate(series) if value > limit)]
-        / run.case.num_steps
-        for run, series in zip(judged, growth, strict=True)
-        if run.is_sick and max(series) > limit
-    ]
-    early = f", half of them by {100 * median(when):.0f} % of the steps" if when else ""
-    spiked = [max(run.result.readings["spike"]) >= SPIKES for run in judged]
-    caught = [spike for run, spike in zip(judged, spiked, strict=True) if run.is_sick]
+    sick = [run for run in judged if run.is_sick]
+    grown = [[value > limit for value in run.growth] for run in sick]
+    when = [run.result.points[g.index(True)] for run, g in zip(sick, grown, strict=True) if any(g)]
+    share = 100 * median(when) / judged[0].case.num_steps if when else math.nan
+    early = f", half of them by {share:.0f} % of the steps" if when else ""
+    spiked = [run.is_sick for run in judged if max(run.result.readings["spike"]) >= SPIKES]
     lines = [
         f"alarm: some branch grows more than {limit:.3g} times: finds {between(found)} of the "
         f"sick runs of other families{early}, accuses {between(accused)} of the healthy ones",
-        f"SpikeDetection stops {sum(caught)} of {len(caught)} sick runs "
-        f"and {sum(spiked) - sum(caught)} of {len(spiked) - len(caught)} healthy ones",
+        f"SpikeDetection stops {sum(spiked)} of {len(sick)} sick runs "
+        f"and {len(spiked) - sum(spiked)} of {len(judged) - len(sick)} healthy ones",
     ]
+    loud = [run for run in runs if max(run.growth) > limit]
+    bad = sum(run.is_sick for run in loud)
+    lines.append(f"of all {len(runs)} runs it sounds in {len(loud)}, of which {bad} are sick")
     for group in ("too small", "certified"):
         part = [run for run in runs if run.group == group]
         if part:

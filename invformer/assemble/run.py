@@ -34,6 +34,7 @@ from invformer.runs.run_directory import RunDirectory, directory_of, is_first_pr
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
 from invformer.runs.sharding import ShardedStrategy
 from invformer.runs.wandb_logger import open_wandb
+from invformer.training.alarm import Alarm
 from invformer.training.callbacks import (
     CertificateKeeper,
     InversionMonitor,
@@ -203,7 +204,10 @@ def build_callbacks(
         callbacks.append(Sample(prompt, length, data.vocabulary.text, config.run.seed))
     rows = Rows(monitor.flush_every, directory.path / "violation.json", probe)
     checkpoints = Checkpoints(directory.checkpoints, resume and resume.path.name, options.patience)
-    callbacks += [Speed(monitor.flush_every), rows, checkpoints]
+    callbacks += [Speed(monitor.flush_every), rows]
+    if monitor.enabled:
+        callbacks.append(Alarm(monitor.alarm))
+    callbacks.append(checkpoints)
     if is_first_process():
         last, every, bar = options.max_steps, options.val_every, options.progress
         callbacks.append(Progress(directory.metrics, last, every, bar))

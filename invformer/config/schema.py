@@ -37,6 +37,7 @@ CorpusName = Literal[
     "tiny_shakespeare", "ptb", "text8", "enwik8", "wikitext2",
 ]  # fmt: skip
 LoggerName = Literal["wandb", "csv", "tensorboard", "none"]
+AlarmMode = Literal["off", "warn", "stop"]
 Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "triton"]
 Unknown = Literal["symbol", "refuse"]
 Split = Literal["val", "test", "train"]
@@ -251,6 +252,7 @@ class MonitorConfig(Section, key="monitor"):
     num_sequences: int = option(1, "sequences of the probe text", "[1, 1e4]")
     length: int = option(8, "characters of each, from its start, at most seq_len", "[1, 1e6]")
     flush_every: int = option(25, "optimiser steps between transfers to the host", MANY)
+    alarm: AlarmMode = option("off", "if an estimate grows far beyond its start")
     inversion: bool = option(True, "invert the stack at each validation (contractive models only)")
     inversion_sequences: int = option(4, "sequences that are inverted", "[1, 1e4]")
 

@@ -49,7 +49,7 @@ ON_REQUEST = {  # with run.change=true
 }  # fmt: skip
 OF_MODEL = ("model.", "data.seq_len", "data.vocabulary", "init_from")
 CHANGES = "changes"  # in metadata: what was changed on request, and from which step on
-MONITOR = "LipschitzMonitor"  # Lightning's key of a callback whose memory may begin anew
+MONITORS = {"Alarm", "LipschitzMonitor"}  # Lightning's keys of what may begin anew
 # The tensors kept for each parameter, all of which have gradients.
 MEMORY_OF_ADAMW, MEMORY_OF_MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 RATES = {"lr", "_last_lr"}  # of now; they depend on how many steps are asked for by now
@@ -189,7 +189,7 @@ def require_own_state(
     batches = step * accumulate
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     own = {c.state_key for c in callbacks if type(c).state_dict is not L.Callback.state_dict}
-    names = [sorted({*states} - {MONITOR}) for states in (saved["callbacks"], own)]
+    names = [sorted({*states} - MONITORS) for states in (saved["callbacks"], own)]
     position = trainer.datamodule.state_dict()  # type: ignore[attr-defined]
     loop = saved["loops"].get("fit_loop")
     at_step = schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1}

@@ -11,7 +11,7 @@ import torch
 from invformer.config.load import typed
 from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
-from invformer.errors import CheckpointError
+from invformer.errors import Alarmed, CheckpointError
 from invformer.evaluation.evaluate import ngram_baseline
 from invformer.evaluation.report import largest_proven, title_of
 from invformer.kernels import native
@@ -25,6 +25,7 @@ from invformer.runs.run_directory import RunDirectory
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import WandbLogger
+from invformer.training.alarm import Alarm
 from invformer.training.callbacks import CertificateKeeper, InversionMonitor, Sample
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run, read_curves
@@ -81,6 +82,9 @@ def fit(run: Run) -> None:
             announce(run)
             run.directory.summary.unlink(missing_ok=True)  # a picture means a finished run
         train(run)
+        alarm = run.callback(Alarm)
+        if alarm and alarm.is_heard and run.trainer.global_step < run.config.trainer.max_steps:
+            raise Alarmed(f"step {run.trainer.global_step}: the alarm has stopped this run")
         ending.saved = SAVED
         if run.trainer.is_global_zero:
             conclude(run)

@@ -12,6 +12,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from invformer.config.schema import AlarmMode
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.lipschitz.submodules import local_constants
@@ -19,8 +20,9 @@ from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
 from invformer.nn.stack import StackWeights
 from invformer.runs.sharding import gathered
+from invformer.training.alarm import Alarm
 from invformer.training.module import CharLanguageModel
-from invformer.training.rows import Numbers, record
+from invformer.training.rows import Numbers, record, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class LipschitzMonitor(L.Callback):
             called with: a tuple of arguments, a dictionary of keywords, or one tensor.
         every: optimiser steps between estimates.
         seed: of the start vectors.
+        alarm: what :class:`.Alarm` does, if the trainer has none yet.
 
     Attributes:
         skipped: why submodules of other models are not measured.
@@ -53,6 +56,7 @@ class LipschitzMonitor(L.Callback):
     _: KW_ONLY
     every: int = 1
     seed: int = 0
+    alarm: AlarmMode = "off"
     probe: LipschitzProbe | None = field(default=None, init=False)
     skipped: dict[str, str] = field(default_factory=dict, init=False)
     restored: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -61,7 +65,11 @@ class LipschitzMonitor(L.Callback):
     early: Numbers = field(default_factory=dict, init=False)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the graphs of an earlier loop: they read the memory that parameters had then."""
+        """Add the alarm; forget graphs of an earlier loop, which read its parameters' memory."""
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.alarm != "off" and not any(isinstance(c, Alarm) for c in callbacks):
+            rows_of(trainer)  # before the alarm, which acts on the rows that were sent
+            callbacks.append(Alarm(self.alarm))
         if self.probe is not None:
             self.probe.replayed.clear()
 
