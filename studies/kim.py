@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.branches.feed_forward.bounds import row_sum_bound
 from invformer.branches.heads import InputMaps
 from invformer.branches.tied_l2.bounds import phi_inverses
+from invformer.numerics.norms import row_sum_bound
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up, sum_up
 
 

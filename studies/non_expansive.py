@@ -33,8 +33,12 @@ class GradientFeedForward(ContractiveFeedForward):
 
     def __init__(self, d_model: int, d_ff: int, lipschitz_target: float) -> None:
         super().__init__(d_model, d_ff, lipschitz_target, activation="relu")
-        self.folds_scaling = False
         del self.w_out, self.log_sharpness  # ReLU has the same shape at every sharpness
+
+    @property
+    def folds_scaling(self) -> bool:
+        """False: one matrix stands on both sides."""
+        return False
 
     @staticmethod
     def weights_of(

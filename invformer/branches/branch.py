@@ -1,4 +1,4 @@
-"""The interface of residual branches that are certified, linearised and inverted."""
+"""What the program asks of a residual branch, and honest answers of one that says nothing."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -9,6 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.branches.compiled import Fields
+from invformer.branches.enclosed import EnclosedBranch, NotEnclosed
+from invformer.branches.jacobian import StackedBranches
 from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.residual_equation import Kind
 from invformer.weights.scaling import ScalingWeights
@@ -18,6 +21,11 @@ ROUNDING_MARGIN = 1 - 2e-5
 # Entries of the weights that are bounded at once, to limit memory: a float64 copy is 64 MiB.
 NUMBERS_AT_ONCE = 2**23
 
+# What is known of a forward pass: worth nothing for another one.
+KNOWLEDGE = {
+    *("stacked", "enclosed", "is_compiled", "compiled_fields", "is_token_wise", "folds_scaling"),
+    *("next_outputs", "lipschitz_bound", "causal_bound", "bounds_of"),
+}
 # The named tuple of tensors that a branch computes with.
 Weights = TypeVar("Weights", bound=tuple)
 
@@ -49,8 +57,57 @@ class AttentionCache:
         return [kept[..., :end, :] for kept in self._kept]
 
 
-class LipschitzBranch(nn.Module, Generic[Weights]):
-    """A map f on sequences with a certified Lipschitz constant and a known Jacobian.
+class Branch(nn.Module):
+    """A map f on sequences, and what is known of its ``forward`` beyond the values.
+
+    Nothing is by default: its Jacobian is differentiated automatically, there is no local bound,
+    its rounding is not bounded, and compiled code cannot take it. A class that replaces ``forward``
+    starts from these defaults again, since what its base class knows is about another map.
+    """
+
+    # True, in the class itself, if its bounds are proven: a subclass may compute something else.
+    is_proven: bool = False
+    # Products with the Jacobians of several such branches, and their local bounds.
+    stacked: type[StackedBranches] = StackedBranches
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.is_proven = vars(cls).get("is_proven", False)
+        homes = {name: home for home in reversed(cls.__mro__) for name in vars(home)}
+        for name in KNOWLEDGE & homes.keys():
+            if not issubclass(homes[name], homes["forward"]):
+                defaults = (vars(base) for base in cls.__mro__ if base.__module__ == __name__)
+                setattr(cls, name, next(own[name] for own in defaults if name in own))
+
+    @property
+    def is_token_wise(self) -> bool:
+        """True if f maps every token by itself."""
+        return False
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if compiled code takes the branch, as :meth:`compiled_fields` describes it."""
+        return False
+
+    def compiled_fields(self, weights: Any) -> Fields:
+        """What compiled code needs to know of the branch with these weights."""
+        raise NotImplementedError
+
+    @staticmethod
+    def weights_of(branches: Sequence[Any]) -> list[Any]:
+        """What the branches are called with beside their input; None where that is all."""
+        return [None] * len(branches)
+
+    def enclosed(self, weights: Any, length: int) -> EnclosedBranch:
+        """f in enclosures of real numbers, for up to ``length`` tokens.
+
+        NotEnclosed if its rounding is not bounded.
+        """
+        raise NotEnclosed(f"the rounding of a {type(self).__name__} is not bounded")
+
+
+class LipschitzBranch(Branch, Generic[Weights]):
+    """A branch f with a certified Lipschitz constant.
 
     The weights of f are passed as one named tuple of tensors with every constant multiplied in, ()
     if there are none. :meth:`weights` computes it. All other methods take it, or compute it if it
@@ -65,12 +122,6 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         lipschitz_target: c in (0, 1), to which the branch is scaled; inf if it is unconstrained.
     """
 
-    # True, in the class itself, if its bounds are proven: a subclass may compute something else.
-    is_proven: bool = False
-    # True if :meth:`weights_of` can fold scalings of the channels into the weights.
-    folds_scaling: bool = False
-    # True if f maps every token by itself.
-    is_token_wise: bool = False
     correction: Tensor
 
     def __init__(self, lipschitz_target: float = math.inf) -> None:
@@ -84,6 +135,11 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
     def target_scale(self) -> Tensor:
         """c, less a margin for rounding and any correction: a factor of the normalised weights."""
         return self.correction * (self.lipschitz_target * ROUNDING_MARGIN)
+
+    @property
+    def folds_scaling(self) -> bool:
+        """True if :meth:`weights_of` can fold scalings of the channels into the weights."""
+        return False
 
     def weights(self) -> Weights:
         """The weights of f as it is now."""
@@ -150,7 +206,7 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
             dtype: to which weights are cast first; None takes them as they are.
             weights: of each branch.
         """
-        raise NotImplementedError
+        raise ValueError(f"no bound of a {type(branches[0]).__name__} is known")
 
 
 def bounds_together(

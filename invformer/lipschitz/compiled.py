@@ -5,51 +5,23 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from invformer.branches.dot_product.attention import DotProductAttention
-from invformer.branches.feed_forward.feed_forward import (
-    ACTIVATIONS,
-    MODULES,
-    Activation,
-    FeedForward,
-)
-from invformer.branches.tied_l2.kim import L2Attention
+from invformer.branches.compiled import Fields
 from invformer.kernels import native
-from invformer.lipschitz.jacobians import (
-    STACKED,
-    StackedBoundedAttention,
-    StackedL2Attention,
-    stacked_class,
-)
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration
 from invformer.nn.certificate import original_class
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual, ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights
-from invformer.nn.transformer import PreNormBlock, PreNormBranch, PreNormStack
-from invformer.weights.dropout import Dropout
-from invformer.weights.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from invformer.nn.transformer import PreNormBlock, PreNormStack
 
-# Of one branch, by the names of ``_Branch``: tensors of one format, all but W and V without gaps.
-Fields = dict[str, Tensor | float]
-
-MASKS = (CausalMask, RelativePositionBias)
 FORMATS = (torch.float32, torch.float64)
-# The compiled code has numbers for activations.
-ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
 BLOCKS = (InvertibleBlock, PreNormBlock, CouplingBlock)
-# What may follow the LayerNorm of a baseline, and its parameters but for position biases.
-BASELINES = {
-    DotProductAttention: {"qkv.weight", "out.weight"},
-    L2Attention: {"w_q", "w_v", "w_o"},
-    FeedForward: {"0.weight", "0.bias", "2.weight", "2.bias"},
-}
-PARTS = (*BASELINES, *MASKS, *MODULES.values(), PreNormBranch, nn.LayerNorm, nn.Linear, Dropout)
 # What a branch consists of, in the order of ``Branch`` in branch.h, which explains it.
 TENSORS = (
     *("w", "b", "v", "c", "scale", "shift", "inverse", "log_scale", "norm_scale", "norm_shift"),
@@ -86,16 +58,10 @@ class _Call(ctypes.Structure):
 def can_take(
     blocks: Sequence[Any], branches: Sequence[Any], iterations: Sequence[PowerIteration]
 ) -> bool:
-    """True if there is compiled code for these blocks, and for these iterations on their branches.
-
-    ``branches`` are the layers themselves in a baseline.
-    """
-    inner = [getattr(branch, "inner", branch) for branch in branches]
-    masks = [branch.position for branch in inner if hasattr(branch, "position")]
+    """True if there is compiled code for these blocks, branches and iterations."""
     return (
         all(original_class(block) in BLOCKS for block in blocks)
-        and all(is_plain(f) or stacked_class(f) in STACKED.values() for f in branches)
-        and all(type(mask) in MASKS for mask in masks)
+        and all(branch.is_compiled for branch in branches)
         and all(
             each.norm != "frobenius"
             and each.slots.shape[-1] <= TOKENS_AT_ONCE
@@ -104,19 +70,6 @@ def can_take(
             for each in iterations
         )
         and native.is_available()
-    )
-
-
-def is_plain(branch: nn.Module) -> bool:
-    """True for a branch of a baseline with nothing in it but what the library builds."""
-    if type(branch) is not PreNormBranch or type(branch.inner) not in BASELINES:
-        return False
-    names = {name for name, _ in branch.inner.named_parameters() if "position" not in name}
-    return (
-        all(type(module) in PARTS for module in branch.modules())
-        and names == BASELINES[type(branch.inner)]
-        and branch.norm.bias is not None
-        and branch.norm.eps > 0
     )
 
 
@@ -170,68 +123,26 @@ def of_invertible(stack: Any, weights: StackWeights) -> list[Fields]:
 
 
 def fields_of(layer: InvertibleResidual, weights: ResidualWeights) -> Fields:
-    """Maps and scalings of a layer, and what its branch is."""
-    branch: Any = layer.branch
-    stacked: Any = stacked_class(branch)
-    w, v, *biases = stacked.maps(weights.branch)
-    own: Fields = maps(w, v) | {"radius": layer.input_radius or 0.0}
+    """What is known of the branch, and the scalings of the layer."""
+    own = layer.branch.compiled_fields(weights.branch) | {"radius": layer.input_radius or 0.0}
     if weights.centre is not None and layer.scaling is not None:  # D is folded in
         own |= {"shift": weights.centre, "log_scale": layer.scaling.log_scale}
     elif weights.scaling is not None:
         scaling = weights.scaling
         own |= {"scale": scaling.scale, "inverse": scaling.inverse, "shift": scaling.shift}
-    if biases:
-        return own | hidden_units(branch.activation, biases[0], weights.branch.kernel)
-    own |= heads(len(weights.branch.g), branch.position)
-    if stacked is StackedBoundedAttention:
-        temperatures = weights.branch.temperature
-        return own | {"temperatures": temperatures, "strictly_causal": branch.strictly_causal}
-    return own | {"is_tied": True}
+    return own
 
 
 def of_baseline(stack: Any) -> list[Fields]:
-    """Both branches of every block: LayerNorm, maps, and what is between the maps."""
+    """Both branches of every block; the attention of a coupling adds to the first stream."""
     found: list[Fields] = []
     attentions = [block.attention.inner for block in stack.blocks]
-    tied = isinstance(attentions[0], L2Attention)
-    weights = L2Attention.weights_of(attentions) if tied else attentions
+    weights = attentions[0].weights_of(attentions)
     for block, of_attention in zip(stack.blocks, weights, strict=True):
-        for layer in (block.attention, block.feed_forward):
-            inner, norm = layer.inner, layer.norm
-            own: Fields = {"scale": norm.weight, "shift": norm.bias, "epsilon": norm.eps}
-            if isinstance(inner, FeedForward):
-                first, last = cast(nn.Linear, inner[0]), cast(nn.Linear, inner[2])
-                own |= maps(first.weight.T, last.weight.T) | {"c": last.bias}
-                own |= hidden_units(inner.activation, first.bias, inner.kernel)
-            elif tied:
-                own |= maps(*StackedL2Attention.maps(of_attention)) | {"is_tied": True}
-                own |= heads(len(of_attention.g), inner.position)
-            else:
-                own |= maps(inner.qkv.weight.T, inner.out.weight.T)
-                own |= heads(inner.num_heads, inner.position)
-            if isinstance(block, CouplingBlock):  # attention adds to the first stream
-                other = "reads" if layer is block.attention else "writes"
-                own[other] = len(norm.weight)
-            found.append(own)
+        found.append(block.attention.compiled_fields(of_attention))
+        found.append(block.feed_forward.compiled_fields(None))
+        if isinstance(block, CouplingBlock):
+            width = len(block.attention.norm.weight)
+            found[-2] |= {"reads": width}
+            found[-1] |= {"writes": width}
     return found
-
-
-def maps(w: Tensor, v: Tensor) -> Fields:
-    """W and V, as they lie in memory."""
-    own: Fields = {"w": w, "v": v, "inner": w.shape[-1], "outer": len(v)}
-    own |= {"w_row": w.stride(0), "w_column": w.stride(1)}
-    return own | {"v_row": v.stride(0), "v_column": v.stride(1)}
-
-
-def hidden_units(activation: Activation, b: Tensor, kernel: int) -> Fields:
-    """What a feed-forward computes between its maps."""
-    return {"b": b, "activation": ACTIVATION_NUMBERS[activation], "kernel": kernel}
-
-
-def heads(count: int, position: VisibilityMask) -> Fields:
-    """What the heads of an attention see of positions."""
-    own: Fields = {"heads": count, "kernel": 1}
-    if isinstance(position, RelativePositionBias):
-        table = position.table
-        own |= {"biases": table, "bias_stride": table.stride(0) if len(table) > 1 else 0}
-    return own

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from invformer.lipschitz.jacobians import Products
+from invformer.branches.jacobian import Products
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm, divide, dual_vector, stationarity, vector_norm
 

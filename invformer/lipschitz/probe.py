@@ -4,25 +4,22 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from invformer.branches.jacobian import Measured, StackedBranches
 from invformer.kernels.cuda_graph import Replayed
 from invformer.lipschitz import compiled
-from invformer.lipschitz.jacobians import StackedBranches, stacked_class
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration, Step
 from invformer.nn.coupling import CouplingStack
-from invformer.nn.residual import ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights, full_name
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import changed
 
-# The norm of a certificate, or max_i ‖∂f_i/∂x_i‖₂, which is what a causal certificate bounds.
-Measured = Literal["token_max", "frobenius", "entry_max", "diagonal_block"]
 PARTS = ("attention", "feed_forward")
 # Steps of power iteration of the first estimate, which starts at random.
 FIRST_STEPS = 16
@@ -82,7 +79,7 @@ class LipschitzProbe:
             names = [full_name(i, part) for i in range(len(blocks))]
             layers = [getattr(block, part) for block in blocks]
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
-            kinds = {(type(f).forward, *(w.shape for w in f.parameters())) for f in branches}
+            kinds = {(type(f), *(w.shape for w in f.parameters())) for f in branches}
             invertible = layers if model.is_invertible else []
             groups = {(layer.group(), layer.input_radius) for layer in invertible}
             if max(len(kinds), len(groups)) > 1:
@@ -112,9 +109,17 @@ class LipschitzProbe:
         weights = weights or self.model.weights()
         parts, of_layer = [], {}
         for names, layers, branches, _ in self.parts:
-            own = [ResidualWeights(None) if weights is None else weights[n] for n in names]
-            parts.append(stacked_class(branches[0])(layers, own, self.tokens.shape[-1]))
-            of_layer |= dict.fromkeys(layers, parts[-1])
+            own: list[Any] = [None for _ in names]
+            options: dict[str, Any] = {}
+            if weights is not None:
+                own = [weights[name].branch for name in names]
+                options["input_radius"] = layers[0].input_radius
+                if weights[names[0]].centre is not None:  # D is folded in
+                    scales = torch.stack([layer.scaling.log_scale for layer in layers]).exp()
+                    options["scale"] = scales[:, None]
+            at_text = branches[0].stacked(branches, own, self.tokens.shape[-1], **options)
+            parts.append(at_text)
+            of_layer |= dict.fromkeys(layers, at_text)
         x = self.model.embedding(self.tokens)
         self.model.through_stack(x, lambda layer, u, *_: of_layer[layer].forward(u), weights)
         return parts

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from invformer.nn.transformer import PreNormBlock, PreNormBranch, PreNormStack
+from invformer.branches.dot_product.pre_norm import PreNormBranch
+from invformer.nn.transformer import PreNormBlock, PreNormStack
 from invformer.numerics.norms import Tokens
 
 

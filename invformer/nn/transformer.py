@@ -11,7 +11,8 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invformer.branches.branch import AttentionCache
+from invformer.branches.branch import AttentionCache, Branch
+from invformer.branches.dot_product.pre_norm import PreNormBranch
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.norms import Norm, Tokens
@@ -76,25 +77,6 @@ class CharEmbedding(nn.Module):
             yield torch.cdist(some, table, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-class PreNormBranch(nn.Module):
-    """x ↦ inner(LN(x)), one residual branch of the baseline; no Lipschitz bound is known for it."""
-
-    def __init__(self, inner: nn.Module, d_model: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(d_model)
-        self.inner: Any = inner
-        self.is_token_wise = getattr(inner, "is_token_wise", False)
-        self.dropout = Dropout(dropout)  # applied by the block: it is no part of the map
-
-    def forward(self, x: Tokens) -> Tokens:
-        """inner(LN(x))."""
-        return self.inner(self.norm(x))
-
-    def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
-        """As :meth:`.LipschitzBranch.next_outputs`."""
-        return self.inner.next_outputs(self.norm(x), past)
-
-
 class PreNormBlock(nn.Module):
     """x ↦ x + attention(LN(x)), x ↦ x + feed_forward(LN(x)): the baseline; no fixed-point inverse.
 
@@ -102,7 +84,7 @@ class PreNormBlock(nn.Module):
     """
 
     def __init__(
-        self, attention: nn.Module, feed_forward: nn.Module, d_model: int, dropout: float = 0.0
+        self, attention: Branch, feed_forward: Branch, d_model: int, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.attention = PreNormBranch(attention, d_model, dropout)

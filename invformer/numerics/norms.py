@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.precision import at_least_single
+from invformer.numerics.rounding import round_up
 
 Norm = Literal["token_max", "frobenius", "entry_max"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
@@ -78,3 +79,9 @@ def _one_hot_arg_max(a: Tensor) -> Tensor:
 def divide(a: Tensor, b: Tensor) -> Tensor:
     """a/b, and a where b = 0."""
     return a / torch.where(b == 0, torch.ones_like(b), b)
+
+
+def row_sum_bound(w: Float[Tensor, "m n"]) -> float:
+    """‖W‖_∞ = max_i Σ_j |W_ij|, computed in float64 and rounded up."""
+    sums = w.detach().to(torch.float64).abs().sum(-1)
+    return round_up(sums.amax().item(), w.shape[-1])

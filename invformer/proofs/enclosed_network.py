@@ -11,23 +11,18 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from invformer.branches.branch import Branch
+from invformer.branches.dot_product.pre_norm import PreNormBranch
+from invformer.branches.enclosed import LARGEST, EnclosedBranch, NotEnclosed, weight
 from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.stack import InvertibleStack, full_name
 from invformer.nn.transformer import (
     CharTransformer,
     PreNormBlock,
-    PreNormBranch,
     PreNormStack,
 )
 from invformer.numerics.enclosure import Enclosure, U, constant, outward
 from invformer.numerics.pairs import Pair, paired
-from invformer.proofs.enclosed_branches import (
-    LARGEST,
-    Branch,
-    NotEnclosed,
-    enclosed_branch,
-    weight,
-)
 from invformer.weights.scaling import ActivationNorm, ScalingWeights
 
 
@@ -59,7 +54,10 @@ class Network:
             if layer.branch is None:
                 factor, shift = inside
                 continue
-            branch = enclosed_branch(layer.name, layer.branch, length, layer.weights)
+            try:
+                branch = layer.branch.enclosed(layer.weights, length)
+            except NotEnclosed as error:
+                raise NotEnclosed(f"{layer.name}: {error}") from None
             branch.write_from(layer.first, ones.shape[-1])
             self.steps.append(Step(branch, layer.makes, *inside, writes, accurate))
             writes = torch.cat([writes, branch.weights[-1].middle / inside[0].middle])
@@ -97,7 +95,7 @@ class Layer(NamedTuple):
     """
 
     name: str
-    branch: nn.Module | None
+    branch: Branch | None
     makes: Callable[[Enclosure], Enclosure] | None
     scaling: ScalingWeights | None
     weights: Any
@@ -173,7 +171,7 @@ class Step(View):
 
     def __init__(
         self,
-        branch: Branch,
+        branch: EnclosedBranch,
         makes: Callable[[Enclosure], Enclosure] | None,
         factor: Pair,
         shift: Pair,

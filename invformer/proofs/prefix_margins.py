@@ -22,10 +22,10 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from invformer.branches.enclosed import NotEnclosed
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.precision import changed, without_autocast
-from invformer.proofs.enclosed_branches import NotEnclosed
 from invformer.proofs.enclosed_network import Network
 
 # Symbols that are pushed up at once: their activations stay in a processor's cache.

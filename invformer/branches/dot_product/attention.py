@@ -4,15 +4,20 @@ import math
 
 from torch import nn
 
-from invformer.branches.branch import AttentionCache
+from invformer.branches import compiled
+from invformer.branches.branch import AttentionCache, Branch
+from invformer.branches.compiled import Fields
+from invformer.branches.enclosed import EnclosedDotProducts
 from invformer.branches.tied_l2.attention import head_width
 from invformer.kernels.attention import Kernel, attend
+from invformer.numerics.enclosure import constant
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.norms import Tokens
+from invformer.numerics.pairs import paired
 from invformer.weights.position_bias import VisibilityMask
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(Branch):
     """F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O, the unconstrained baseline of Vaswani et al.
 
     Not Lipschitz in any norm (Kim et al. 2021, Theorem 3.1).
@@ -44,3 +49,23 @@ class DotProductAttention(nn.Module):
         bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)
         logits = q @ k.mT / math.sqrt(q.shape[-1]) + bias
         return self.out(merge_heads(logits.softmax(-1) @ v))
+
+    def enclosed(self, weights: None, length: int) -> EnclosedDotProducts:
+        """As :meth:`.Branch.enclosed`."""
+        w_qkv, heads = self.qkv.weight.mT, self.num_heads
+        width = constant(w_qkv.new_full((heads,), w_qkv.shape[0] // heads))
+        temperature = paired(width).inverse_root()  # 1/√d
+        output = self.out.weight.mT
+        return EnclosedDotProducts(w_qkv.chunk(3, -1), temperature, self.position, output, length)
+
+    @property
+    def is_compiled(self) -> bool:
+        """As :meth:`.Branch.is_compiled`: True if nobody replaced a part."""
+        parts = self.qkv, self.out
+        plain = all(type(part) is nn.Linear and part.bias is None for part in parts)
+        return plain and compiled.knows(self.position)
+
+    def compiled_fields(self, weights: None) -> Fields:
+        """As :meth:`.Branch.compiled_fields`."""
+        own = compiled.maps(self.qkv.weight.T, self.out.weight.T)
+        return own | compiled.heads(self.num_heads, self.position)

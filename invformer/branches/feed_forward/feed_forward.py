@@ -2,15 +2,29 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from invformer.branches.branch import AttentionCache, LipschitzBranch, cast, weights_together
-from invformer.branches.feed_forward import bounds as layers
+from invformer.branches import compiled
+from invformer.branches.branch import AttentionCache, Branch, LipschitzBranch, weights_together
+from invformer.branches.compiled import Fields
+from invformer.branches.feed_forward.activations import (
+    ACTIVATION_SLOPE,
+    ACTIVATIONS,
+    IN_PLACE,
+    MODULES,
+    Activation,
+)
+from invformer.branches.feed_forward.bounds import (
+    FeedForwardWeights,
+    feed_forward_bounds,
+    without_sharpness,
+)
+from invformer.branches.feed_forward.enclosed import EnclosedFeedForward
+from invformer.branches.feed_forward.jacobian import StackedFeedForward
 from invformer.numerics.norms import Norm, Tokens, vector_norm
 from invformer.numerics.residual_equation import Kind
 from invformer.numerics.rounding import sum_up
@@ -24,20 +38,13 @@ from invformer.weights.spectral import (
     write_to,
 )
 
-Activation = Literal["silu", "gelu", "relu", "tanh"]
 # Spectral normalisation leaves pre-activations small; without this every unit starts out linear.
 INITIAL_SHARPNESS = 8.0
-# Taking β out again rounds every entry by 2⁻⁵³ of itself, and ‖·‖₂ by √rank times that.
-UNFOLDING = 1 + 2.0**-40
 # Pre-activations of earlier tokens' unit-variance channels, at first.
 INITIAL_PAST = 0.5
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
-MODULES = {"silu": nn.SiLU, "gelu": nn.GELU, "relu": nn.ReLU, "tanh": nn.Tanh}
-# The same, written over their argument: new memory costs more than the function.
-IN_PLACE = {name: getattr(torch.ops.aten, f"{name}_") for name in ACTIVATIONS}
 
 
-class FeedForward(nn.Sequential):
+class FeedForward(nn.Sequential, Branch):  # pyright: ignore[reportIncompatibleVariableOverride]
     """x_i ↦ W₂ φ(Σ_{l=0}^{k−1} V_l x_{i−l} + b₁) + b₂, unconstrained.
 
     ``d_ff`` hidden units with activation φ see k = ``kernel`` tokens: their own and those before.
@@ -49,7 +56,6 @@ class FeedForward(nn.Sequential):
         super().__init__(nn.Linear(d_model, d_ff), MODULES[activation](), nn.Linear(d_ff, d_model))
         self.activation: Activation = activation
         self.kernel = kernel
-        self.is_token_wise = kernel == 1
         if kernel > 1:
             self[0] = nn.Linear(kernel * d_model, d_ff)
 
@@ -61,30 +67,33 @@ class FeedForward(nn.Sequential):
         """As :meth:`.LipschitzBranch.next_outputs`, with the weights of this module."""
         return self(with_past(x, self.kernel, past))[..., -x.shape[-2] :, :]
 
+    @property
+    def is_token_wise(self) -> bool:
+        """True if hidden units see one token."""
+        return self.kernel == 1
 
-class FeedForwardWeights(NamedTuple):
-    """The weights of f(X) = φ(X W + b) V, every constant multiplied in.
+    def linear_maps(self) -> tuple[nn.Linear, nn.Linear]:
+        """Those with W₁, b₁ and with W₂, b₂."""
+        return cast(nn.Linear, self[0]), cast(nn.Linear, self[2])
 
-    The sharpness β is in all three: W = Ŵ₁β, b = b₁β, V = c Ŵ₂/(lip(φ) β). So it costs no pass over
-    the tokens.
-
-    Attributes:
-        w_in: W as (k D, hidden): D rows for each of k tokens, a token's own first, then those
-            before, nearest first.
-        b_in: b as (hidden,).
-        w_out: V as (hidden, D).
-        sharpness: β as (hidden,).
-    """
-
-    w_in: Tensor
-    b_in: Tensor
-    w_out: Tensor
-    sharpness: Tensor
+    def enclosed(self, weights: None, length: int) -> EnclosedFeedForward:
+        """As :meth:`.Branch.enclosed`."""
+        first, last = self.linear_maps()
+        output = torch.cat([last.weight.mT, last.bias[None]])
+        return EnclosedFeedForward(first.weight.mT, first.bias, output, self.activation)
 
     @property
-    def kernel(self) -> int:
-        """k, as of :class:`FeedForward`."""
-        return self.w_in.shape[-2] // self.w_out.shape[-1]
+    def is_compiled(self) -> bool:
+        """As :meth:`.Branch.is_compiled`: True if nobody replaced a part."""
+        parts = [type(part) for part in self]
+        biased = len(list(self.parameters())) == 4
+        return parts == [nn.Linear, MODULES[self.activation], nn.Linear] and biased
+
+    def compiled_fields(self, weights: None) -> Fields:
+        """As :meth:`.Branch.compiled_fields`."""
+        first, last = self.linear_maps()
+        own = compiled.maps(first.weight.T, last.weight.T) | {"c": last.bias}
+        return own | hidden_units(self.activation, first.bias, self.kernel)
 
 
 class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
@@ -109,6 +118,7 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
     """
 
     is_proven = True
+    stacked = StackedFeedForward
 
     def __init__(
         self,
@@ -126,9 +136,6 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         self.activation: Activation = activation
         self.norm: Literal["spectral", "entry_max"] = norm
         self.kernel = kernel
-        self.is_token_wise = kernel == 1
-        # Before the first token there is x + m = 0 where scalings are folded in, but x = 0.
-        self.folds_scaling = kernel == 1
         self.w_in = SpectralNormalised(torch.randn(d_model, d_ff) / math.sqrt(d_model))
         self.b_in = nn.Parameter(torch.zeros(d_ff))
         w_out = initial_output * torch.randn(d_ff, d_model)
@@ -153,6 +160,16 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         """As :meth:`.LipschitzBranch.next_outputs`, of new tokens and the k − 1 before."""
         return self(with_past(x, self.kernel, past), weights)[..., -x.shape[-2] :, :]
 
+    @property
+    def is_token_wise(self) -> bool:
+        """True if hidden units see one token."""
+        return self.kernel == 1
+
+    @property
+    def folds_scaling(self) -> bool:
+        """True for one token: before the first x + m = 0 if scalings are folded, but x = 0."""
+        return self.kernel == 1
+
     def group(self) -> Hashable:
         """Shape, activation, norm and kernel."""
         return type(self), self.w_in.weight.shape, self.activation, self.norm, self.kernel
@@ -168,7 +185,7 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         first, norm = branches[0], branches[0].norm
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
         per_slope = torch.stack([b.target_scale() for b in branches])
-        scale = (per_slope / layers.ACTIVATION_SLOPE[first.activation])[:, None] / sharpness
+        scale = (per_slope / ACTIVATION_SLOPE[first.activation])[:, None] / sharpness
         rows = None if scalings is None else scalings.scale[:, :, None]
         columns = None if scalings is None else scalings.inverse[:, None, :]
         w_in = normalised_weights([b.w_in for b in branches], sharpness[:, None, :], rows, norm)
@@ -197,22 +214,28 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         if kind == "causal":
             by_lag, norm = by_lag[:1], "token_max"
         activation = branches[0].activation
-        of_lags = [layers.feed_forward_bounds(w_in, w_out, activation, norm) for w_in in by_lag]
+        of_lags = [feed_forward_bounds(w_in, w_out, activation, norm) for w_in in by_lag]
         return list(map(sum_up, *of_lags))
 
+    def enclosed(self, weights: FeedForwardWeights, length: int) -> EnclosedFeedForward:
+        """As :meth:`.Branch.enclosed`."""
+        w_in, b_in, w_out, _ = weights
+        return EnclosedFeedForward(w_in, b_in, w_out, self.activation)
 
-def without_sharpness(
-    weights: FeedForwardWeights, dtype: torch.dtype | None = None
-) -> tuple[list[Float[Tensor, "*layers width hidden"]], Float[Tensor, "*layers hidden width"]]:
-    """W₁ of every lag and W₂ as cast to ``dtype``, with β taken out in float64.
+    @property
+    def is_compiled(self) -> bool:
+        """True."""
+        return True
 
-    φ(x W + b) V has the Jacobian (W/β) diag(φ′) (βV) for any β. W₂ is enlarged by the rounding of
-    division and product.
-    """
-    w_in, w_out = (cast(w, dtype).double() for w in (weights.w_in, weights.w_out))
-    sharpness = weights.sharpness.detach().double()
-    by_lag = (w_in / sharpness.unsqueeze(-2)).split(w_out.shape[-1], dim=-2)
-    return list(by_lag), w_out * (UNFOLDING * sharpness).unsqueeze(-1)
+    def compiled_fields(self, weights: FeedForwardWeights) -> Fields:
+        """As :meth:`.Branch.compiled_fields`."""
+        own = compiled.maps(weights.w_in, weights.w_out)
+        return own | hidden_units(self.activation, weights.b_in, weights.kernel)
+
+
+def hidden_units(activation: Activation, b: Tensor, kernel: int) -> Fields:
+    """What a feed-forward computes between its maps; compiled code has numbers for activations."""
+    return {"b": b, "activation": list(ACTIVATIONS).index(activation), "kernel": kernel}
 
 
 def with_past(x: Tokens, kernel: int, past: AttentionCache) -> Float[Tensor, "*batch longer width"]:
@@ -221,17 +244,3 @@ def with_past(x: Tokens, kernel: int, past: AttentionCache) -> Float[Tensor, "*b
         return x
     (seen,) = past.append(x)
     return seen[..., -(x.shape[-2] + kernel - 1) :, :]
-
-
-def activation_slope(activation: Activation, h: Tensor) -> Tensor:
-    """φ′(h), entry by entry."""
-    match activation:
-        case "silu":
-            return torch.ops.aten.silu_backward(h.new_ones(1), h)
-        case "gelu":
-            density = torch.exp(-h.square() / 2) / math.sqrt(2 * math.pi)
-            return torch.special.ndtr(h) + h * density
-        case "relu":
-            return (h > 0).to(h.dtype)
-        case "tanh":
-            return 1 - torch.tanh(h).square()

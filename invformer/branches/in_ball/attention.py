@@ -8,13 +8,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.branches import compiled
 from invformer.branches.branch import AttentionCache, LipschitzBranch, cast, weights_together
+from invformer.branches.compiled import Fields
+from invformer.branches.enclosed import EnclosedDotProducts, weight
 from invformer.branches.in_ball import bounds as bounded
+from invformer.branches.in_ball.jacobian import StackedBoundedAttention
 from invformer.branches.tied_l2.attention import AttentionCertificate
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.norms import Norm, Tokens
+from invformer.numerics.pairs import paired
 from invformer.numerics.residual_equation import Kind
 from invformer.numerics.token_shift import delay
 from invformer.weights.affine import affine
@@ -72,8 +77,8 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
             then the token before.
     """
 
-    folds_scaling = True
     is_proven = True
+    stacked = StackedBoundedAttention
 
     def __init__(
         self,
@@ -156,6 +161,35 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)
         logits = (q * weights.temperature[:, None, None].to(q)) @ k.mT + bias
         return merge_heads(logits.softmax(-1) @ v) @ weights.g.flatten(-3, -2)
+
+    @property
+    def folds_scaling(self) -> bool:
+        """True."""
+        return True
+
+    def enclosed(self, weights: BoundedWeights, length: int) -> EnclosedDotProducts:
+        """As :meth:`.Branch.enclosed`."""
+        return EnclosedDotProducts(
+            [merge_heads(w) for w in weights.w_qkv],
+            paired(weight(weights.temperature)),
+            self.position,
+            weights.g.flatten(-3, -2),
+            length,
+            in_ball=True,
+            strictly_causal=self.strictly_causal,
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """As :meth:`.Branch.is_compiled`."""
+        return compiled.knows(self.position)
+
+    def compiled_fields(self, weights: BoundedWeights) -> Fields:
+        """As :meth:`.Branch.compiled_fields`."""
+        own = compiled.maps(*StackedBoundedAttention.maps(weights))
+        own |= compiled.heads(self.num_heads, self.position)
+        own["temperatures"] = weights.temperature
+        return own | {"strictly_causal": self.strictly_causal}
 
     def in_ball(self, x: Tokens, weights: BoundedWeights) -> tuple[Tensor, ...]:
         """Queries, keys and values ψ(X W), each (*batch, H, N, d), each token's own."""

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.branches.heads import OfHeads, OutputMaps, separate_inputs, shared_input
-from invformer.branches.tied_l2.local_bounds import outward, row_normalised, square_distances
+from invformer.branches.rounded import outward, row_normalised, square_distances
 from invformer.numerics.ball import AttentionPoint
 from invformer.numerics.norms import Norm, unknown_norm
 from invformer.numerics.rounding import product_up, sqrt_up, sum_up

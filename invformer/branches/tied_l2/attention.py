@@ -15,9 +15,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from invformer.branches import compiled
 from invformer.branches.branch import AttentionCache, LipschitzBranch, cast, weights_together
+from invformer.branches.compiled import Fields
 from invformer.branches.heads import InputMaps, OutputMaps
 from invformer.branches.tied_l2 import bounds as contractive
+from invformer.branches.tied_l2.enclosed import EnclosedL2Attention
+from invformer.branches.tied_l2.jacobian import StackedL2Attention
 from invformer.kernels.attention import Kernel, attend_l2
 from invformer.numerics import l2_attention as core
 from invformer.numerics.l2_attention import merge_heads, split_heads
@@ -54,6 +58,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
 
     position: VisibilityMask
     kernel: Kernel = "auto"
+    stacked = StackedL2Attention
 
     def forward(
         self, x: Tokens, weights: L2Weights | None = None, centre: Tensor | None = None
@@ -115,6 +120,20 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
                 return contractive.entry_max_bounds(w_q, g, log_mass)
         raise unknown_norm(norm)
 
+    def enclosed(self, weights: L2Weights | None, length: int) -> EnclosedL2Attention:
+        """As :meth:`.Branch.enclosed`."""
+        return EnclosedL2Attention(*(weights or self.weights()), self.position, length)
+
+    @property
+    def is_compiled(self) -> bool:
+        """As :meth:`.Branch.is_compiled`."""
+        return compiled.knows(self.position)
+
+    def compiled_fields(self, weights: L2Weights) -> Fields:
+        """As :meth:`.Branch.compiled_fields`."""
+        own = compiled.maps(*StackedL2Attention.maps(weights)) | {"is_tied": True}
+        return own | compiled.heads(len(weights.g), self.position)
+
 
 class ContractiveL2Attention(TiedL2Attention):
     """f(X)_i = (c/√H) Σ_h (P^h q^h)_i Ĝ_h / (κ_h σ_h),  σ_h ≥ ‖W^Q_h‖₂.
@@ -139,7 +158,6 @@ class ContractiveL2Attention(TiedL2Attention):
         initial_output: size of the output map's entries at initialisation.
     """
 
-    folds_scaling = True
     is_proven = True
 
     def __init__(
@@ -162,6 +180,11 @@ class ContractiveL2Attention(TiedL2Attention):
         self.w_q = SpectralNormalised(w_q)
         w_g = initial_output * torch.randn(d_model, d_model)
         self.w_g = SpectralNormalised(write_to(w_g, output_channels))
+
+    @property
+    def folds_scaling(self) -> bool:
+        """True."""
+        return True
 
     def group(self) -> Hashable:
         """Shape, certificate, and type and length of the mask."""

@@ -30,9 +30,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.branches.feed_forward.bounds import row_sum_bound
 from invformer.branches.heads import InputMaps, OfHeads, OutputMaps, separate_inputs, shared_input
 from invformer.numerics.lambert_w import causal_gain_upper, phi_inverse_upper
+from invformer.numerics.norms import row_sum_bound
 from invformer.numerics.rounding import product_up, round_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 

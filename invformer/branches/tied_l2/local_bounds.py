@@ -26,13 +26,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.branches.heads import InputMaps, OutputMaps
+from invformer.branches.rounded import outward, rounding, row_normalised, square_distances
 from invformer.numerics.l2_attention import AttentionWeights, PerHead, merge_heads
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
-# Numbers in the matrices of the tokens that are multiplied at once: 64 MiB of them.
-CHUNK_ELEMENTS = 2**23
-
-Slopes = Float[Tensor, "*batch tokens hidden"]
 PerSequence = Float[Tensor, "*batch"]
 
 
@@ -134,40 +131,6 @@ def comparison_local_bound(
         block = block + torch.diag_embed(2 / at.s * gain[..., 0] * at.covariance_norm)
         bounds.append(stacked * spectral_norm_bound(block.flatten(-3, -2)))
     return outward(torch.stack(bounds).amin(0), q)
-
-
-def feed_forward_local_bound(
-    slope: Slopes, w_in: Float[Tensor, "width hidden"], w_out: Float[Tensor, "hidden width"]
-) -> PerSequence:
-    """max_i ‖W₁ diag(φ′_i) W₂‖₂ for x ↦ φ(x W₁ + b₁) W₂, φ′_i = φ′(x_i W₁ + b₁) the ``slope``.
-
-    The Jacobian is block-diagonal in tokens: this is its norm in token_max and in frobenius alike.
-    One D × D spectral norm a token, some tokens at a time.
-    """
-    w_in, w_out = w_in.double(), w_out.double()
-    at_once = max(1, CHUNK_ELEMENTS // max(1, w_in.numel()))
-    norms = [
-        spectral_norm_bound((w_in * some.double().unsqueeze(-2)) @ w_out)
-        for some in slope.flatten(0, -2).split(at_once)
-    ]
-    return outward(torch.cat(norms).view(slope.shape[:-1]).amax(-1), slope)
-
-
-def feed_forward_fast_bound(
-    slope: Slopes, w_in: Float[Tensor, "width hidden"], w_out: Float[Tensor, "hidden width"]
-) -> PerSequence:
-    """The same norm ≤ min(r‖W₁‖‖W₂‖, m‖W₁W₂‖ + (r₊ − r₋)/2 ‖W₁‖‖W₂‖), without per-token matrices.
-
-    r₊ and r₋ are the largest and smallest slope in the sequence, r = max(|r₊|, |r₋|) and
-    m = |r₊ + r₋|/2: the slopes are a constant plus a deviation.
-    """
-    w_in, w_out = w_in.double(), w_out.double()
-    product = spectral_norm_bound(torch.stack([w_in, w_out.mT])).prod(0)
-    lowest, highest = slope.double().flatten(-2).aminmax(dim=-1)
-    largest = torch.maximum(highest.abs(), lowest.abs())
-    around_middle = (highest + lowest).abs() / 2 * spectral_norm_bound(w_in @ w_out)
-    split = around_middle + (highest - lowest) / 2 * product
-    return outward(torch.minimum(largest * product, split), slope)
 
 
 @dataclass(frozen=True)
@@ -309,31 +272,6 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
-def square_distances(a: Tensor, b: Tensor, slack: Tensor | float) -> Tensor:
-    """‖a_i − b_j‖², from above if the slack covers rounding: cancellation is absolute."""
-    square = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2)
-    return (square - 2 * a @ b.mT).clamp_min(0) + slack
-
-
 def _square_distances(z: Tensor) -> Tensor:
     """‖z_j − z_i‖² from above."""
     return square_distances(z, z, rounding(z).unsqueeze(-1))
-
-
-def row_normalised(p: Tensor) -> Tensor:
-    """P with rows that sum to one in float64."""
-    p = p.double()
-    return p / p.sum(-1, keepdim=True)
-
-
-def rounding(z: Tensor) -> Tensor:
-    """Outward allowance for second moments of the rows of z, (…, 1)."""
-    largest = z.square().sum(-1).amax(-1, keepdim=True)
-    return 8 * sum(z.shape[-2:]) * torch.finfo(z.dtype).eps * largest
-
-
-def outward(bound: Tensor, inputs: Tensor) -> Tensor:
-    """The bound, enlarged by its rounding and by the rounding of its inputs; inf for NaN."""
-    size, eps = sum(inputs.shape[-3:]), torch.finfo(inputs.dtype).eps
-    bound = bound * (1 + 1e-13 * size + (100 * eps if inputs.dtype != torch.float64 else 0))
-    return torch.where(bound.isnan(), torch.inf, bound)

@@ -1,0 +1,51 @@
+"""Tied L2 attention in enclosures of real numbers."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from invformer.branches.enclosed import EnclosedAttention
+from invformer.branches.heads import InputMaps, OutputMaps
+from invformer.numerics import enclosure
+from invformer.numerics.enclosure import Enclosure, Matrix, constant, length_up, outward
+from invformer.numerics.l2_attention import merge_heads, split_heads
+from invformer.numerics.pairs import paired
+from invformer.weights.position_bias import VisibilityMask
+
+
+class EnclosedL2Attention(EnclosedAttention):
+    """Tied L2 attention: the logits are −‖q_i − q_j‖²/√d = (q_i·q_j − ‖q_j‖²/2 − ‖q_i‖²/2) 2/√d."""
+
+    def __init__(
+        self, w_q: InputMaps, g: OutputMaps, position: VisibilityMask, length: int
+    ) -> None:
+        super().__init__([merge_heads(w_q)], position, g.flatten(-3, -2), length)
+        self.num_heads, _, d_head = w_q.shape
+        quarter = constant(torch.full_like(w_q[:1, :1, :1], d_head / 4))
+        self.factor = paired(quarter).inverse_root()
+
+    def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
+        """Means of every row, and q relative to its mean."""
+        q = z[0].map(lambda t: split_heads(t, self.num_heads))
+        origin = q.middle.mean(-2, keepdim=True) if past is None else past[1]
+        q = q - constant(origin)
+        keys = (q if past is None else past[0])[:, : int(places.max()) + 1]
+        exact, of_keys = q.exact(), keys.exact()
+        half, their_half = (squares(part) for part in (exact, of_keys))
+        right = of_keys.joined(their_half).map(lambda t: t.mT)
+        # −‖q_i − q_j‖²/2 of the midpoints: where tokens are near one another, its terms cancel.
+        behind = exact.with_one().matmul(Matrix(right), half)
+        squared = (behind.radius - behind.middle.float()).clamp_(min=0)
+        distance = squared.mul_(2 * enclosure.UP).sqrt_()
+        error = length_up(q.radius).unsqueeze(-1) + length_up(keys.radius).unsqueeze(-2)
+        spread = error.float() * (distance + error.float() / 2)
+        logits = replace(behind, radius=outward(behind.radius + spread))
+        own = logits[..., :1] * constant(behind.middle.new_zeros(())), q
+        return self.attended(logits, keys, own, places, origin), past or (q, origin)
+
+
+def squares(q: Enclosure) -> Enclosure:
+    """−‖q‖²/2, as a column."""
+    return -q.square_sum().map(lambda t: t.unsqueeze(-1) / 2)
