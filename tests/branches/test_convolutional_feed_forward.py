@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from invformer.branches.feed_forward.bounds import ACTIVATION_SLOPE
+from invformer.branches.feed_forward.activations import ACTIVATION_SLOPE, ACTIVATIONS
 from invformer.branches.feed_forward.feed_forward import (
-    ACTIVATIONS,
     ContractiveFeedForward,
     FeedForward,
 )

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from invformer.branches.tied_l2 import bounds as contractive
 from invformer.branches.tied_l2 import local_bounds as local
@@ -158,42 +157,3 @@ def test_no_bound_is_violated_by_a_witness(name: str) -> None:
             estimate = operator_norm(linearise(case.f, case.x), "token_max", num_steps=20)
             true = float(estimate.value)
         assert float(ALL_BOUNDS[name](*case.weights)) >= true * (1 - 1e-9)
-
-
-def feed_forward_case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Slopes of tanh at random inputs, both maps, and the exact norm per sequence."""
-    x, w_in, w_out = torch.randn(3, 5, 6), torch.randn(6, 10) / 2, torch.randn(10, 6) / 2
-    exact = [
-        torch.linalg.matrix_norm(dense_jacobian(lambda z: torch.tanh(z @ w_in) @ w_out, sample), 2)
-        for sample in x
-    ]
-    return 1 - torch.tanh(x @ w_in).square(), w_in, w_out, torch.stack(exact)
-
-
-def test_the_feed_forward_bound_is_exact_and_the_fast_one_above_it() -> None:
-    slope, w_in, w_out, exact = feed_forward_case()
-    bound = local.feed_forward_local_bound(slope, w_in, w_out)
-    assert (bound >= exact).all()
-    torch.testing.assert_close(bound, exact, rtol=1e-5, atol=0)
-    fast = local.feed_forward_fast_bound(slope, w_in, w_out)
-    assert (fast >= bound).all()
-    assert (fast <= 4 * exact).all()
-
-
-def test_the_feed_forward_bound_is_the_same_for_all_tokens_at_once_or_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slope, w_in, w_out, _ = feed_forward_case()
-    together = local.feed_forward_local_bound(slope, w_in, w_out)
-    assert together.shape == slope.shape[:1]
-    for numbers in (1, 2 * w_in.numel()):
-        monkeypatch.setattr(local, "CHUNK_ELEMENTS", numbers)
-        torch.testing.assert_close(local.feed_forward_local_bound(slope, w_in, w_out), together)
-
-
-def test_the_fast_feed_forward_bound_is_exact_for_constant_slopes_of_either_sign() -> None:
-    w_in, w_out = torch.randn(6, 10), torch.randn(10, 6)
-    for value in (0.7, -0.1):
-        bound = local.feed_forward_fast_bound(torch.full((5, 10), value), w_in, w_out)
-        exact = abs(value) * torch.linalg.matrix_norm(w_in @ w_out, 2)
-        torch.testing.assert_close(bound, exact, rtol=1e-5, atol=0)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from invformer.lipschitz.jacobians import Products
+from invformer.branches.jacobian import Products
 from invformer.lipschitz.power_iteration import PowerIteration, Step, operator_norm
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import NORMS, vector_norm

@@ -281,7 +281,7 @@ def test_a_tight_local_bound_that_takes_too_long_is_the_fast_one(
         fast = local_bound(branch, x, "frobenius")
         assert local_bound(branch, x, "frobenius", True) < fast
         with monkeypatch.context() as patch:
-            patch.setattr("invformer.lipschitz.local_bounds.MOST_TIGHT", 100)
+            patch.setattr("invformer.branches.jacobian.MOST_TIGHT", 100)
             assert local_bound(branch, x, "frobenius", True) == pytest.approx(fast)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from invformer.branches.feed_forward.bounds import ACTIVATION_SLOPE
+from invformer.branches.feed_forward.activations import ACTIVATION_SLOPE
 from invformer.errors import NonFiniteError
 from invformer.evaluation.inversion import round_trip
 from invformer.nn import (

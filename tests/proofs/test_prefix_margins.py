@@ -13,7 +13,9 @@ import torch
 from flint import arb, ctx
 from torch import Tensor, nn
 
-from invformer.branches.feed_forward.feed_forward import ACTIVATIONS, activation_slope
+from invformer.branches.feed_forward import enclosed as enclosed_feed_forward
+from invformer.branches.feed_forward.activations import ACTIVATIONS, activation_slope
+from invformer.branches.feed_forward.enclosed import activate
 from invformer.nn import (
     ActivationNorm,
     ContractiveL2Attention,
@@ -27,9 +29,7 @@ from invformer.numerics import enclosure
 from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.pairs import Pair, paired
 from invformer.numerics.precision import denormals_flushed
-from invformer.proofs import enclosed_branches
 from invformer.proofs import prefix_margins as prefix_module
-from invformer.proofs.enclosed_branches import activate
 from invformer.proofs.enclosed_network import Network
 from invformer.proofs.prefix_margins import MarginEvidence, prefix_margins
 from invformer.weights.position_bias import VisibilityMask
@@ -244,14 +244,14 @@ def test_errors_of_inner_numbers_are_carried_to_the_top(
     """Functions that err as they say they may: states are off, and within their enclosures."""
     model = model.double()
     generator, size = torch.Generator().manual_seed(0), 1e-7
-    right = enclosed_branches.activate
+    right = enclosed_feed_forward.activate
 
     def wrong(x: Enclosure, activation: str) -> Enclosure:
         y = right(x, activation)
         error = size * (2 * torch.rand(y.middle.shape, generator=generator) - 1)
         return Enclosure(y.middle + error, y.radius + 1.001 * error.abs().float())
 
-    monkeypatch.setattr(enclosed_branches, "activate", wrong)
+    monkeypatch.setattr(enclosed_feed_forward, "activate", wrong)
     (tokens,) = random_tokens(1, seed=seed)
     states = model.stack(model.embedding(tokens))
     with torch.no_grad():
@@ -544,7 +544,7 @@ def test_the_library_errs_by_less_than_half_of_what_is_assumed_of_it(name: str) 
     x = x.abs() if name == "rsqrt" else x
     function = {"exp": torch.exp, "rsqrt": torch.rsqrt, **ACTIVATIONS}[name]
     oracle = {"exp": mpmath.exp, "rsqrt": lambda v: 1 / mpmath.sqrt(v), **ACTIVATION}[name]
-    allowed = enclosure.EXP if name in ("exp", "rsqrt") else enclosed_branches.ACTIVATION_ERROR
+    allowed = enclosure.EXP if name in ("exp", "rsqrt") else enclosed_feed_forward.ACTIVATION_ERROR
     with mpmath.workdps(40):
         for v, found in zip(x.tolist(), function(x).tolist(), strict=True):
             exact = oracle(mpmath.mpf(v))
@@ -556,12 +556,12 @@ def test_the_library_errs_by_less_than_half_of_what_is_assumed_of_it(name: str) 
 def test_slopes_and_curvatures_bound_those_of_the_activations(name: str) -> None:
     x = torch.linspace(-40, 40, 400_000)
     slope = activation_slope(name, x)
-    assert slope.abs().max() <= enclosed_branches.SLOPE[name]
+    assert slope.abs().max() <= enclosed_feed_forward.SLOPE[name]
     assert (
         activation_slope(name, x.float()) - slope
-    ).abs().max() <= enclosed_branches.SLOPE_ERROR / 2
+    ).abs().max() <= enclosed_feed_forward.SLOPE_ERROR / 2
     if name != "relu":
-        assert (slope.diff() / x.diff()).abs().max() <= enclosed_branches.CURVATURE[name]
+        assert (slope.diff() / x.diff()).abs().max() <= enclosed_feed_forward.CURVATURE[name]
 
 
 @pytest.mark.parametrize("relative", [1e-9, 1e-2, 1.0])

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from invformer.branches.dot_product.pre_norm import PreNormBranch
 from invformer.config.schema import AttentionName
 from invformer.errors import DataError
 from invformer.lipschitz.probe import LipschitzProbe
-from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.ball import into_ball
 from invformer.weights.position_bias import VisibilityMask
 from studies import growth
