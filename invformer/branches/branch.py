@@ -93,6 +93,15 @@ class Branch(nn.Module):
         """What compiled code needs to know of the branch with these weights."""
         raise NotImplementedError
 
+    def next_outputs(self, x: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
+        """Outputs of the tokens after those in ``past``, to which the new ones are added.
+
+        The default computes all outputs anew, for any causal f.
+        """
+        (seen,) = past.append(x)
+        y = self(seen) if weights is None else self(seen, weights)
+        return y[..., -x.shape[-2] :, :]
+
     @staticmethod
     def weights_of(branches: Sequence[Any]) -> list[Any]:
         """What the branches are called with beside their input; None where that is all."""
@@ -159,14 +168,6 @@ class LipschitzBranch(Branch, Generic[Weights]):
     def group(self) -> Hashable:
         """Branches of one group share :meth:`weights_of`; None: each on its own."""
         return None
-
-    def next_outputs(self, x: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
-        """Outputs of the tokens after those in ``past``, to which the new ones are added.
-
-        The default computes all outputs anew, for any causal f.
-        """
-        (seen,) = past.append(x)
-        return self(seen, weights)[..., -x.shape[-2] :, :]
 
     def inner_size(self, norm: Norm, num_tokens: int, weights: Any) -> float:
         """Length of the terms that f adds up inside; see :class:`.RoundingModel`."""

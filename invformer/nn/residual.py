@@ -114,7 +114,7 @@ class InvertibleResidual(nn.Module):
         return self.branch(into_ball(u, self.input_radius), weights)
 
     def next_outputs(self, u: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
-        """f of the tokens after those in ``past``, as :meth:`.LipschitzBranch.next_outputs`."""
+        """f of the tokens after those in ``past``, as :meth:`.Branch.next_outputs`."""
         return self.branch.next_outputs(into_ball(u, self.input_radius), past, weights)
 
     def weights(self) -> ResidualWeights:

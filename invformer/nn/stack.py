@@ -192,7 +192,7 @@ class InvertibleStack(nn.Module):
                 require_type(full_name(index, name), layer, (InvertibleResidual, ActivationNorm))
         for name, layer in self.residual_layers():
             own = original_class(layer.branch)
-            require_type(name, layer.branch, (own,) if own.is_proven else ())
+            require_type(name, layer.branch, (own,) if getattr(own, "is_proven", False) else ())
             require_type(name, layer.scaling, (DiagonalScaling, type(None)))
             require_type(name, layer.dropout, (Dropout, nn.Identity))
             if isinstance(position := getattr(layer.branch, "position", None), nn.Module):

@@ -42,8 +42,8 @@ class DotProductAttention(Branch):
         y = attend(q, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
         return self.out(merge_heads(y))
 
-    def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
-        """As :meth:`.LipschitzBranch.next_outputs`, with the weights of this module."""
+    def next_outputs(self, x: Tokens, past: AttentionCache, weights: None = None) -> Tokens:
+        """As :meth:`.Branch.next_outputs`, with the weights of this module."""
         q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
         k, v = past.append(k, v)
         bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)

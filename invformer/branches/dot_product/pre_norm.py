@@ -23,8 +23,8 @@ class PreNormBranch(Branch):
         """inner(LN(x))."""
         return self.inner(self.norm(x))
 
-    def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
-        """As :meth:`.LipschitzBranch.next_outputs`."""
+    def next_outputs(self, x: Tokens, past: AttentionCache, weights: None = None) -> Tokens:
+        """As :meth:`.Branch.next_outputs`."""
         return self.inner.next_outputs(self.norm(x), past)
 
     @property

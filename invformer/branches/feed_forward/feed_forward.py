@@ -63,8 +63,8 @@ class FeedForward(nn.Sequential, Branch):  # pyright: ignore[reportIncompatibleV
         """f of every token and the k − 1 tokens before it."""
         return super().forward(windows(input, self.kernel))
 
-    def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
-        """As :meth:`.LipschitzBranch.next_outputs`, with the weights of this module."""
+    def next_outputs(self, x: Tokens, past: AttentionCache, weights: None = None) -> Tokens:
+        """As :meth:`.Branch.next_outputs`, with the weights of this module."""
         return self(with_past(x, self.kernel, past))[..., -x.shape[-2] :, :]
 
     @property
@@ -157,7 +157,7 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
     def next_outputs(
         self, x: Tokens, past: AttentionCache, weights: FeedForwardWeights | None = None
     ) -> Tokens:
-        """As :meth:`.LipschitzBranch.next_outputs`, of new tokens and the k − 1 before."""
+        """As :meth:`.Branch.next_outputs`, of new tokens and the k − 1 before."""
         return self(with_past(x, self.kernel, past), weights)[..., -x.shape[-2] :, :]
 
     @property

@@ -152,7 +152,7 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
     def next_outputs(
         self, x: Tokens, past: AttentionCache, weights: BoundedWeights | None = None
     ) -> Tokens:
-        """As :meth:`.LipschitzBranch.next_outputs`, from keys and values in ``past``."""
+        """As :meth:`.Branch.next_outputs`, from keys and values in ``past``."""
         weights = weights or self.weights()
         q, k, v = self.in_ball(x, weights)
         k, v = past.append(k, v)

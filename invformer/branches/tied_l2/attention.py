@@ -79,7 +79,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
     def next_outputs(
         self, x: Tokens, past: AttentionCache, weights: L2Weights | None = None
     ) -> Tokens:
-        """As :meth:`.LipschitzBranch.next_outputs`, from the keys of the tokens in ``past``."""
+        """As :meth:`.Branch.next_outputs`, from the keys of the tokens in ``past``."""
         w_q, g = weights or self.weights()
         q = split_heads(x @ merge_heads(w_q), len(w_q))
         if past.origin is None:  # distances ignore a shift, rows of P sum to one: less rounding
