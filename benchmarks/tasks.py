@@ -66,7 +66,9 @@ class Training:
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean nats of the batch."""
-        return F.cross_entropy(self.model(inputs).flatten(0, 1).float(), targets.flatten())
+        folded = {"folded": True} if isinstance(self.model, CharTransformer) else {}
+        logits = self.model(inputs, **folded)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Normalisation:

@@ -140,7 +140,7 @@ def mebibytes_kept(model: CharTransformer, tokens: Batch, targets: Batch) -> flo
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = mean_nats(model(tokens), targets)  # which holds what is kept
+        loss = mean_nats(model(tokens, folded=True), targets)  # which holds what is kept
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     del loss
     return sum(size for at, size in kept.items() if at not in weights) / 2**20
@@ -149,7 +149,7 @@ def mebibytes_kept(model: CharTransformer, tokens: Batch, targets: Batch) -> flo
 def block_gradients(model: CharTransformer, tokens: Batch, targets: Batch) -> list[float]:
     """Norm of the loss's gradient in the parameters of every block, bottom first."""
     model.zero_grad()
-    mean_nats(model(tokens), targets).backward()
+    mean_nats(model(tokens, folded=True), targets).backward()
     norms = [
         nn.utils.get_total_norm([p.grad for p in block.parameters() if p.grad is not None]).item()
         for block in model.stack.blocks

@@ -121,7 +121,7 @@ def step(model: CharTransformer, tokens: Tensor, strategy: Strategy) -> None:
     model.zero_grad()
     if strategy != "inverse":
         model.stack.checkpoint_activations = strategy == "checkpoint"
-        mean_nats(model(tokens), tokens).backward()
+        mean_nats(model(tokens, folded=True), tokens).backward()
         return
     x = model.embedding(tokens)
     with torch.no_grad():

@@ -59,7 +59,7 @@ class Ours:
 
     def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, nats per character."""
-        return mean_nats(self.model(inputs), targets)
+        return mean_nats(self.model(inputs, folded=True), targets)
 
     def constants(self) -> dict[str, float]:
         """The estimate of every branch; each token has its turn."""

@@ -227,7 +227,7 @@ def train(
         if is_fresh and step == 0:
             model.initialise(inputs)
         with recorded_inputs(model) if penalty else nullcontext([]) as layers:
-            logits = model(inputs)
+            logits = model(inputs, folded=True)
         loss = mean_nats(logits, targets)
         if penalty:
             loss = loss + sum(penalty(layer, z) for layer, z in layers)

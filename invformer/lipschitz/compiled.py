@@ -16,8 +16,13 @@ from invformer.kernels import native
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration
 from invformer.nn.certificate import original_class
 from invformer.nn.coupling import CouplingBlock
-from invformer.nn.residual import InvertibleBlock, InvertibleResidual, ResidualWeights
-from invformer.nn.stack import InvertibleStack, StackWeights
+from invformer.nn.residual import (
+    FoldedWeights,
+    InvertibleBlock,
+    InvertibleResidual,
+    ResidualWeights,
+)
+from invformer.nn.stack import FoldedStackWeights, InvertibleStack
 from invformer.nn.transformer import PreNormBlock, PreNormStack
 
 FORMATS = (torch.float32, torch.float64)
@@ -75,7 +80,7 @@ def can_take(
 
 def estimates(
     stack: InvertibleStack | PreNormStack,
-    weights: StackWeights | None,
+    weights: FoldedStackWeights | None,
     x: Float[Tensor, "sequences tokens channels"],
     iterations: Sequence[PowerIteration],
     num_steps: int,
@@ -110,7 +115,7 @@ def estimates(
     return values
 
 
-def of_invertible(stack: Any, weights: StackWeights) -> list[Fields]:
+def of_invertible(stack: Any, weights: FoldedStackWeights) -> list[Fields]:
     """Every residual layer, with the ActivationNorm that follows it."""
     found: list[Fields] = []
     for name, layer in stack.layers():
@@ -122,10 +127,11 @@ def of_invertible(stack: Any, weights: StackWeights) -> list[Fields]:
     return found
 
 
-def fields_of(layer: InvertibleResidual, weights: ResidualWeights) -> Fields:
+def fields_of(layer: InvertibleResidual, weights: ResidualWeights | FoldedWeights) -> Fields:
     """What is known of the branch, and the scalings of the layer."""
-    own = layer.branch.compiled_fields(weights.branch) | {"radius": layer.input_radius or 0.0}
-    if weights.centre is not None and layer.scaling is not None:  # D is folded in
+    own = layer.branch.compiled_fields(weights[0]) | {"radius": layer.input_radius or 0.0}
+    if isinstance(weights, FoldedWeights):
+        assert layer.scaling is not None
         own |= {"shift": weights.centre, "log_scale": layer.scaling.log_scale}
     elif weights.scaling is not None:
         scaling = weights.scaling

@@ -15,7 +15,8 @@ from invformer.kernels.cuda_graph import Replayed
 from invformer.lipschitz import compiled
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration, Step
 from invformer.nn.coupling import CouplingStack
-from invformer.nn.stack import InvertibleStack, StackWeights, full_name
+from invformer.nn.residual import FoldedWeights
+from invformer.nn.stack import FoldedStackWeights, InvertibleStack, full_name
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import changed
@@ -104,7 +105,7 @@ class LipschitzProbe:
         self.replayed = {given: Replayed(self.by_torch) for given in (True, False) if replays}
 
     @torch.no_grad()
-    def stacked(self, weights: StackWeights | None = None) -> list[StackedBranches]:
+    def stacked(self, weights: FoldedStackWeights | None = None) -> list[StackedBranches]:
         """Both parts of the blocks at their inputs; None computes the weights of the stack."""
         weights = weights or self.model.weights()
         parts, of_layer = [], {}
@@ -112,9 +113,9 @@ class LipschitzProbe:
             own: list[Any] = [None for _ in names]
             options: dict[str, Any] = {}
             if weights is not None:
-                own = [weights[name].branch for name in names]
+                own = [weights[name][0] for name in names]
                 options["input_radius"] = layers[0].input_radius
-                if weights[names[0]].centre is not None:  # D is folded in
+                if isinstance(weights[names[0]], FoldedWeights):
                     scales = torch.stack([layer.scaling.log_scale for layer in layers]).exp()
                     options["scale"] = scales[:, None]
             at_text = branches[0].stacked(branches, own, self.tokens.shape[-1], **options)
@@ -124,7 +125,7 @@ class LipschitzProbe:
         self.model.through_stack(x, lambda layer, u, *_: of_layer[layer].forward(u), weights)
         return parts
 
-    def steps(self, num_steps: int, weights: StackWeights | None = None) -> Iterator[Step]:
+    def steps(self, num_steps: int, weights: FoldedStackWeights | None = None) -> Iterator[Step]:
         """The last of some steps of power iteration, for each part."""
         for part, at in zip(self.parts, self.stacked(weights), strict=True):
             if part.iteration.norm == "frobenius":
@@ -137,7 +138,7 @@ class LipschitzProbe:
             yield part.iteration.step(products)
 
     @torch.no_grad()
-    def values(self, weights: StackWeights | None = None) -> Float[Tensor, "branches"]:
+    def values(self, weights: FoldedStackWeights | None = None) -> Float[Tensor, "branches"]:
         """One estimate per branch in the order of ``names``, the largest over the sequences.
 
         The first one takes ``FIRST_STEPS``. ``weights`` are those of a training step.
@@ -158,7 +159,7 @@ class LipschitzProbe:
             return self.by_torch(weights, num_steps)
 
     def by_torch(
-        self, weights: StackWeights | None, num_steps: int = 1
+        self, weights: FoldedStackWeights | None, num_steps: int = 1
     ) -> Float[Tensor, "branches"]:
         """The estimates by operations of PyTorch."""
         parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]

@@ -34,7 +34,7 @@ def certify(
             the parameters.
         kind: None for the kind of the stack's targets; ``causal`` bounds the diagonal blocks of any
             stack with causal masks, often far below its Lipschitz constants.
-        weights: of the stack, computed without gradients; None computes them.
+        weights: of the stack; None computes them.
 
     Raises:
         NoCertificateError: the stack contains something without a proof, such as a subclass or a

@@ -33,25 +33,16 @@ class ResidualWeights(NamedTuple):
     """The weights of y = x + D⁻¹ f(D x + b).
 
     Attributes:
-        branch: weights of f; in training of D⁻¹ f(D ·), if D can be folded into them.
-        scaling: D and b; None if there are none, or if D is folded.
-        centre: m = D⁻¹ b if D is folded.
+        branch: weights of f.
+        scaling: D and b; None if there are none.
     """
 
     branch: Any
     scaling: ScalingWeights | None = None
-    centre: Tensor | None = None
 
     def scale_input(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """u = D x + b; x + m where D is folded in."""
-        if self.centre is not None:
-            return x + self.centre
+        """u = D x + b."""
         return x if self.scaling is None else self.scaling.apply(x)
-
-    def require_plain(self) -> None:
-        """Raise ValueError if D is folded in: c is a constant of f, not of D⁻¹ f(D ·)."""
-        if self.centre is not None:
-            raise ValueError("weights for training, D folded in: compute them under torch.no_grad")
 
     def require_format_of(self, y: Tensor) -> None:
         """Raise ValueError unless y can be inverted, in the format of these weights."""
@@ -65,6 +56,24 @@ class ResidualWeights(NamedTuple):
     def unscale_output(self, f: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """D⁻¹ f."""
         return f if self.scaling is None else f * self.scaling.inverse
+
+
+class FoldedWeights(NamedTuple):
+    """The weights of y = x + g(x + m), g = D⁻¹ f(D ·), m = D⁻¹ b: the same function in less passes.
+
+    They are for a training step and its estimates. Constants and the inverse are those of f.
+    """
+
+    folded_branch: Any
+    centre: Float[Tensor, "width"]
+
+    def scale_input(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """x + m."""
+        return x + self.centre
+
+    def unscale_output(self, f: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """The output of g, as it is."""
+        return f
 
 
 class InvertibleResidual(nn.Module):
@@ -99,12 +108,18 @@ class InvertibleResidual(nn.Module):
         self.input_radius = input_radius
         self.dropout = Dropout(dropout) if dropout else nn.Identity()
 
-    def forward(self, x: Tokens, weights: ResidualWeights | None = None) -> Tokens:
-        """x + D⁻¹ f(ψ_R(D x + b))."""
-        weights = weights or self.weights()
-        if weights.centre is not None:
+    def forward(
+        self,
+        x: Tokens,
+        weights: ResidualWeights | FoldedWeights | None = None,
+        folded: bool = False,
+    ) -> Tokens:
+        """x + D⁻¹ f(ψ_R(D x + b)); without ``weights`` it computes them, ``folded`` or not."""
+        if weights is None:
+            (weights,) = self.weights_of([self], folded)
+        if isinstance(weights, FoldedWeights):
             x, seen = in_two_formats(x)
-            return x + self.dropout(self.branch(seen, weights.branch, weights.centre))
+            return x + self.dropout(self.branch(seen, *weights))
         u = weights.scale_input(x)  # D x + b
         f = weights.unscale_output(self.f(u, weights.branch))
         return x + self.dropout(f)  # x + D⁻¹ f(ψ_R(u))
@@ -118,8 +133,10 @@ class InvertibleResidual(nn.Module):
         return self.branch.next_outputs(into_ball(u, self.input_radius), past, weights)
 
     def weights(self) -> ResidualWeights:
-        """The weights as they are now; see :meth:`.InvertibleStack.weights`."""
-        return self.weights_of([self])[0]
+        """The weights as they are now."""
+        (weights,) = self.weights_of([self])
+        assert isinstance(weights, ResidualWeights)
+        return weights
 
     def group(self) -> Hashable:
         """Layers of one group share :meth:`weights_of`; None: each on its own."""
@@ -127,20 +144,19 @@ class InvertibleResidual(nn.Module):
         return group and (group, self.scaling is None, self.input_radius is None)
 
     @staticmethod
-    def weights_of(layers: Sequence["InvertibleResidual"]) -> list[ResidualWeights]:
-        """The weights of several layers of one group."""
+    def weights_of(
+        layers: Sequence["InvertibleResidual"], folded: bool = False
+    ) -> Sequence[ResidualWeights | FoldedWeights]:
+        """The weights of several layers of one group; ``folded`` if that is asked and possible."""
         first, branches = layers[0], [layer.branch for layer in layers]
         scalings = [layer.scaling for layer in layers if layer.scaling is not None]
         if not scalings:
             return [ResidualWeights(w) for w in first.branch.weights_of(branches)]
         stacked = scalings_together(scalings)
-        folds = first.branch.folds_scaling and first.input_radius is None
-        if torch.is_grad_enabled() and folds:
-            folded = first.branch.weights_of(branches, stacked)
+        if folded and first.branch.folds_scaling and first.input_radius is None:
             centres = stacked.shift * stacked.inverse
-            return [ResidualWeights(w, centre=m) for w, m in zip(folded, centres, strict=True)]
-        unfolded = first.branch.weights_of(branches)
-        return list(map(ResidualWeights, unfolded, stacked.unbind()))
+            return list(map(FoldedWeights, first.branch.weights_of(branches, stacked), centres))
+        return list(map(ResidualWeights, first.branch.weights_of(branches), stacked.unbind()))
 
     @staticmethod
     def proven_bounds(
@@ -182,11 +198,10 @@ class InvertibleResidual(nn.Module):
 
         Raises:
             FixedPointError: the solver failed, unless ``throw=False``.
-            ValueError: c is not below one, D is folded into the weights, or y is empty or not in
+            ValueError: c is not below one, or y is empty or not in
                 their format.
         """
         weights = weights or self.weights()
-        weights.require_plain()
         weights.require_format_of(y)
         c = lipschitz_bound
         if c is None:
@@ -257,8 +272,11 @@ class InvertibleBlock(nn.Module):
             assert isinstance(layer, InvertibleResidual | ActivationNorm)
             yield name, layer
 
-    def forward(self, x: Tokens, weights: Mapping[str, Any] | None = None) -> Tokens:
+    def forward(
+        self, x: Tokens, weights: Mapping[str, Any] | None = None, folded: bool = False
+    ) -> Tokens:
         """Apply the layers in order, with their weights by name; None computes them here."""
         for name, layer in self.layers():
-            x = layer(x, None if weights is None else weights[name])
+            own = None if weights is None else weights[name]
+            x = layer(x, own, folded) if isinstance(layer, InvertibleResidual) else layer(x, own)
         return x

@@ -1,8 +1,8 @@
 """Stacks of invertible blocks: weights, proven bounds, the inverse, and the error through it."""
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args, overload
 
 import torch
 from jaxtyping import Float
@@ -20,8 +20,10 @@ from invformer.weights.dropout import Dropout
 from invformer.weights.position_bias import POSITIONS
 from invformer.weights.scaling import ActivationNorm, DiagonalScaling, scalings_together
 
-# The weights of every layer of a stack by its full name, ``block_00/attention`` and so on.
+# The weights of every layer of a stack by its full name, ``block_00/attention`` and so on: those of
+# f, D and b; and those of a training step, in which D may be folded into those of f.
 StackWeights = dict[str, Any]
+FoldedStackWeights = Mapping[str, Any]
 
 
 def full_name(block: int, layer: str) -> str:
@@ -98,17 +100,23 @@ class InvertibleStack(nn.Module):
             groups.setdefault(layer.group() or name, {})[name] = layer
         return groups.values()
 
-    def weights(self) -> StackWeights:
+    @overload
+    def weights(self, folded: Literal[False] = False) -> StackWeights: ...
+
+    @overload
+    def weights(self, folded: bool) -> FoldedStackWeights: ...
+
+    def weights(self, folded: bool = False) -> Any:
         """The weights of every layer, branches of one group at once; once a step is enough.
 
-        With gradients, scalings of the channels are folded into a branch's weights where that is
-        possible: the same function, for less. Autocast then rounds x instead of D x + b, which is
-        coarser if means of channels are far above their deviations (1.7 times in trained models).
-        Without gradients they stay apart: certificates and inversion are about these weights.
+        ``folded`` is for training steps: scalings of the channels are folded into a branch's
+        weights where that is possible, the same function for less. Autocast then rounds x instead
+        of D x + b, which is coarser if means of channels are far above their deviations (1.7 times
+        in trained models). Certificates and inversion are about the other weights.
         """
-        weights: StackWeights = {}
+        weights: dict[str, Any] = {}
         for layers in self.groups():
-            found = InvertibleResidual.weights_of(list(layers.values()))
+            found = InvertibleResidual.weights_of(list(layers.values()), folded)
             weights.update(zip(layers, found, strict=True))
         norms = {n: layer for n, layer in self.layers() if isinstance(layer, ActivationNorm)}
         if norms:
@@ -116,19 +124,24 @@ class InvertibleStack(nn.Module):
             weights.update(zip(norms, together.unbind(), strict=True))
         return weights
 
-    def forward(self, x: Tokens, weights: StackWeights | None = None) -> Tokens:
-        """Apply the blocks in order, with their weights; None computes them."""
+    def forward(
+        self,
+        x: Tokens,
+        weights: FoldedStackWeights | None = None,
+        folded: bool = False,
+    ) -> Tokens:
+        """Apply the blocks in order, with their weights; None computes them, ``folded`` or not."""
         if weights is None and not self.blocks_compute_weights():
-            weights = self.weights()
+            weights = self.weights(folded)
         for index, block in enumerate(self.blocks):
             assert isinstance(block, InvertibleBlock)
             of_block = None
             if weights is not None:
                 of_block = {name: weights[full_name(index, name)] for name, _ in block.layers()}
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x = checkpoint(block, x, of_block, use_reentrant=False)
+                x = checkpoint(block, x, of_block, folded, use_reentrant=False)
             else:
-                x = block(x, of_block)
+                x = block(x, of_block, folded)
         return x
 
     def blocks_compute_weights(self) -> bool:
@@ -160,8 +173,6 @@ class InvertibleStack(nn.Module):
             )
         bounds: dict[str, float] = {}
         for layers in self.groups():
-            for name in layers:
-                weights[name].require_plain()
             of_group, used = list(layers.values()), [weights[name].branch for name in layers]
             try:
                 found = InvertibleResidual.proven_bounds(of_group, norm, kind, dtype, used)
@@ -219,7 +230,7 @@ class InvertibleStack(nn.Module):
         constants, which bound no error (docs/numerics.md).
 
         Args:
-            weights: of the stack, computed without gradients; None computes them.
+            weights: of the stack; None computes them.
             certificate: proven bounds of this stack, for the weights as cast to the format it runs
                 in; None proves them for the format of z, which under autocast is another one.
             options: passed to every layer's inverse. With ``evidence=False`` the same value comes

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float, Integer
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from invformer.branches.branch import AttentionCache, Branch
 from invformer.branches.dot_product.pre_norm import PreNormBranch
-from invformer.nn.residual import InvertibleResidual
-from invformer.nn.stack import InvertibleStack, StackWeights
+from invformer.nn.residual import InvertibleResidual, ResidualWeights
+from invformer.nn.stack import FoldedStackWeights, InvertibleStack, StackWeights
 from invformer.numerics.norms import Norm, Tokens
 from invformer.weights.dropout import Dropout
 
@@ -162,14 +162,26 @@ class CharTransformer(nn.Module):
         """True if the stack can be inverted with a certificate."""
         return isinstance(self.stack, InvertibleStack)
 
-    def weights(self) -> StackWeights | None:
-        """The weights of an invertible stack; None for a baseline."""
-        return self.stack.weights() if isinstance(self.stack, InvertibleStack) else None
+    @overload
+    def weights(self, folded: Literal[False] = False) -> StackWeights | None: ...
 
-    def forward(self, tokens: Text, weights: StackWeights | None = None) -> Logits:
-        """Logits of the next symbol at every position; weights of the stack, None computes them."""
+    @overload
+    def weights(self, folded: bool) -> FoldedStackWeights | None: ...
+
+    def weights(self, folded: bool = False) -> Any:
+        """The weights of an invertible stack; None for a baseline."""
+        return self.stack.weights(folded) if isinstance(self.stack, InvertibleStack) else None
+
+    def forward(
+        self,
+        tokens: Text,
+        weights: FoldedStackWeights | None = None,
+        folded: bool = False,
+    ) -> Logits:
+        """Logits of the next symbol at every position; see :meth:`.InvertibleStack.forward`."""
         x = self.embedding(tokens)
-        return self.predict(self.stack(x) if weights is None else self.stack(x, weights))
+        arguments = (weights, folded) if isinstance(self.stack, InvertibleStack) else ()
+        return self.predict(self.stack(x, *arguments))
 
     def predict(self, z: Tokens) -> Logits:
         """Logits of the next symbols, from the output of the stack."""
@@ -192,14 +204,17 @@ class CharTransformer(nn.Module):
         x = self.embedding(tokens, start)
         places = count()
 
-        def next_outputs(layer: Any, u: Tensor, *weights: Any) -> Tensor:
+        def next_outputs(layer: Any, u: Tensor, *weights: ResidualWeights) -> Tensor:
             cache = past.setdefault(next(places), AttentionCache(self.seq_len))
-            return layer.next_outputs(u, cache, *weights)
+            return layer.next_outputs(u, cache, *(w.branch for w in weights))
 
         return self.predict(self.through_stack(x, next_outputs, weights))
 
     def through_stack(
-        self, x: Tokens, outputs: Callable[..., Tensor], weights: StackWeights | None = None
+        self,
+        x: Tokens,
+        outputs: Callable[..., Tensor],
+        weights: FoldedStackWeights | None = None,
     ) -> Tokens:
         """The stack, where ``outputs(layer, D x + b, weights)`` stands for f of each layer.
 
@@ -210,7 +225,7 @@ class CharTransformer(nn.Module):
             for name, layer in self.stack.layers():
                 w = weights[name]
                 if isinstance(layer, InvertibleResidual):
-                    x = x + w.unscale_output(outputs(layer, w.scale_input(x), w.branch))
+                    x = x + w.unscale_output(outputs(layer, w.scale_input(x), w))
                 else:
                     x = layer(x, w)
             return x

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import LN2, BitsPerCharacter, window_nats
 from invformer.kernels.cuda_graph import Replayed, with_gradients
-from invformer.nn.stack import InvertibleStack, StackWeights
+from invformer.nn.stack import FoldedStackWeights, InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
 from invformer.runs.collective import mean_of_processes
@@ -72,7 +72,7 @@ class CharLanguageModel(L.LightningModule):
         self.seed = seed
         self.cuda_graph = cuda_graph
         self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
-        self.validated: StackWeights | None = None  # weights, while a validation runs
+        self.validated: FoldedStackWeights | None = None  # weights, while a validation runs
         self.bits_per_character = BitsPerCharacter()  # of the split that is validated
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
@@ -126,15 +126,15 @@ class CharLanguageModel(L.LightningModule):
         """Mean nats per character of windows; dropout has the masks of these keys."""
         if keys is not None:
             set_sample_keys(self.model, keys)
-        self.weights = self.weights_at_once()
-        logits = at_least_single(self.model(inputs, self.weights))
+        self.weights = self.weights_at_once(folded=True)
+        logits = at_least_single(self.model(inputs, self.weights, folded=True))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def weights_at_once(self) -> StackWeights | None:
+    def weights_at_once(self, folded: bool = False) -> FoldedStackWeights | None:
         """The weights of the whole stack, unless its blocks compute their own or are free."""
         stack = self.model.stack
         in_blocks = isinstance(stack, InvertibleStack) and stack.blocks_compute_weights()
-        return None if in_blocks else self.model.weights()
+        return None if in_blocks else self.model.weights(folded)
 
     def keys_of(self, count: int) -> Tensor:
         """Keys of the batch's samples, which are numbered alike for any number of processes."""
@@ -214,7 +214,7 @@ class CharLanguageModel(L.LightningModule):
         self._replayed_loss: Callable[..., Tensor] | None = None
         self._replayed_refresh: Replayed | None = None
         self._replayed_validation: dict[torch.Size, Replayed] = {}
-        self.weights: StackWeights | None = None  # of the present step, for the monitor
+        self.weights: FoldedStackWeights | None = None  # of the present step, for the monitor
 
     def on_train_start(self) -> None:
         """Normalise the weights that were loaded."""
@@ -265,7 +265,7 @@ class CharLanguageModel(L.LightningModule):
         self.bits_per_character.update(*of_batch(inputs, targets, scored, self.validated))
 
     def code_length(
-        self, inputs: Tensor, targets: Tensor, scored: Tensor, weights: StackWeights | None
+        self, inputs: Tensor, targets: Tensor, scored: Tensor, weights: FoldedStackWeights | None
     ) -> tuple[Tensor, Tensor]:
         """Nats and number of the characters of windows that are scored."""
         return window_nats(self.model(inputs, weights), targets, scored), scored.sum()

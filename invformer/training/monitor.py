@@ -18,7 +18,7 @@ from invformer.lipschitz.probe import LipschitzProbe
 from invformer.lipschitz.submodules import local_constants
 from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
-from invformer.nn.stack import StackWeights
+from invformer.nn.stack import FoldedStackWeights
 from invformer.runs.sharding import gathered
 from invformer.training.alarm import Alarm
 from invformer.training.module import CharLanguageModel
@@ -151,7 +151,7 @@ class LipschitzMonitor(L.Callback):
             rank_zero_info(f"the Lipschitz monitor skips modules, see its `skipped`: {reasons}")
         return {f"lipschitz/{name or 'whole'}": value for name, value in found.values.items()}
 
-    def row(self, weights: StackWeights | None) -> Numbers:
+    def row(self, weights: FoldedStackWeights | None) -> Numbers:
         """Estimates, as a vector on the device, and the target; None computes the weights."""
         assert self.probe is not None
         row = self.by_key("estimate", self.probe.values(weights))

@@ -184,7 +184,7 @@ def validation(machine: Machine) -> Iterator[Row]:
         local_bounds(probe)
         round_trip(model, text[:4], torch.float64).numbers()
         with torch.inference_mode():
-            weights = model.weights()
+            weights = model.weights(folded=True)
             for _ in range(batches):
                 with arithmetic(machine.device, "bf16"):
                     nats(weights)

@@ -71,7 +71,10 @@ def both(
         with monkeypatch.context() as patch:
             patch.setattr(compiled, "can_take", can_take)
             probe = LipschitzProbe(model, tokens, measured)
-            values = [probe.values(weights=w) for w in (model.weights(), None, model.weights())]
+            values = [
+                probe.values(weights=w)
+                for w in (model.weights(folded=True), None, model.weights(folded=True))
+            ]
             found.append(values + list(probe.state_dict().values()))
     return found[0], found[1]
 
@@ -165,13 +168,15 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, found = trained(), []
     for threads in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found.append(LipschitzProbe(model, random_tokens(4)).values(weights=model.weights()))
+        found.append(
+            LipschitzProbe(model, random_tokens(4)).values(weights=model.weights(folded=True))
+        )
     assert torch.equal(*found)
 
 
 def test_nan_stays_nan() -> None:
     model = trained()
-    weights = model.weights()
+    weights = model.weights(folded=True)
     weights["block_00/feed_forward"].branch.w_in.data[0, 0] = torch.nan
     values = LipschitzProbe(model, random_tokens(1)).values(weights=weights)
     assert values[0] > 0
@@ -196,7 +201,7 @@ def test_an_estimate_takes_few_launches_the_same_at_any_depth(preset: str) -> No
     counts = []
     for num_layers in (4, 8, 16):
         model = preset_model(preset, num_layers)
-        probe, weights = LipschitzProbe(model, random_tokens(1)), model.weights()
+        probe, weights = LipschitzProbe(model, random_tokens(1)), model.weights(folded=True)
         probe.values(weights=weights)
         with Launches() as launches, HostSyncs() as syncs:
             probe.values(weights=weights)

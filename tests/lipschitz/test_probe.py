@@ -185,7 +185,7 @@ def test_the_weights_of_a_training_step_give_the_same_estimates(
     tokens = random_tokens(2)
     probes = [LipschitzProbe(model, tokens, measured) for _ in range(2)]
     for _ in range(3):
-        values = probes[0].values(), probes[1].values(weights=model.weights())
+        values = probes[0].values(), probes[1].values(weights=model.weights(folded=True))
         torch.testing.assert_close(*values, rtol=1e-9, atol=0)
 
 
@@ -231,7 +231,7 @@ def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_de
         for num_layers in (2, 6):
             model = preset_model(preset, num_layers)
             probe = LipschitzProbe(model, random_tokens(1)[:, :8], measured)
-            weights = model.weights()
+            weights = model.weights(folded=True)
             probe.values(weights=weights)
             with Launches() as forward:
                 probe.stacked(weights)

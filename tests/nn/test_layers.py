@@ -133,13 +133,16 @@ def test_biases_that_cancel_put_no_error_above_its_bound(
 
 @pytest.mark.parametrize("build", EVERY_KIND)
 @pytest.mark.parametrize("training", [True, False])
-def test_weights_computed_together_are_those_each_layer_computes(build, training: bool) -> None:
+@pytest.mark.parametrize("folded", [True, False])
+def test_weights_computed_together_are_those_each_layer_computes(
+    build, training: bool, folded: bool
+) -> None:
     model, x = trained_a_little(build()), torch.randn(2, SEQ_LEN, WIDTH)
     with torch.set_grad_enabled(training):
-        weights = model.stack.weights()
+        weights = model.stack.weights(folded)
         together, alone = model.stack(x, weights), x
         for block in model.stack.blocks:
-            alone = block(alone)
+            alone = block(alone, None, folded)
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
     assert torch.equal(model.stack(x, weights), together)
     if training:
@@ -164,13 +167,6 @@ def test_weights_are_values_that_later_steps_do_not_change(build) -> None:
         solution = model.stack.inverse(z, weights, certificate)
         torch.testing.assert_close(solution.value, x, rtol=1e-6, atol=1e-6)
         assert certify(model, weights=weights) == certificate
-
-
-def test_weights_for_training_are_not_inverted_with() -> None:
-    model = scaled_model()
-    weights = model.weights()
-    with pytest.raises(ValueError, match="compute them under torch"):
-        model.stack.inverse(torch.zeros(1, SEQ_LEN, WIDTH), weights)
 
 
 def test_a_branch_that_does_not_contract_is_not_inverted() -> None:

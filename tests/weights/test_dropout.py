@@ -57,13 +57,14 @@ def test_without_keys_or_training_it_is_pytorchs() -> None:
     assert torch.equal(layer.eval()(ONES), ONES)
 
 
-@pytest.mark.parametrize("scaled", [False, True])  # folded into the weights in training
+@pytest.mark.parametrize("scaled", [False, True])
 def test_dropout_in_certified_branches_changes_training_and_nothing_else(scaled: bool) -> None:
     plain, dropped = (contractive_model(scaled=scaled, dropout=p).stack for p in (0.0, 0.3))
     dropped.load_state_dict(plain.state_dict())
     x = torch.randn(2, SEQ_LEN, WIDTH)
     z = plain(x).detach()
-    assert not torch.allclose(dropped(x), z, rtol=0.01)
+    for folded in (False, True):
+        assert not torch.allclose(dropped(x, folded=folded), z, rtol=0.01)
     assert torch.equal(dropped.eval()(x), z)
     with torch.no_grad():
         for mode in (True, False):

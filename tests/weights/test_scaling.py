@@ -1,12 +1,14 @@
 """Branches that contract in weighted norms of their own: y = x + D⁻¹ f(D x + b)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from invformer.errors import NonFiniteError
 from invformer.nn import certify, enforce, residual
+from invformer.nn.residual import FoldedWeights
 from invformer.weights.scaling import INITIAL_OUTPUT_DEVIATION
 from tests.support.builders import (
     SEQ_LEN,
@@ -68,21 +70,30 @@ def test_at_first_a_branch_writes_much_to_its_own_channels_and_reads_the_others(
 
 
 @pytest.mark.parametrize("options", MODELS)
-def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(options: dict) -> None:
+def test_a_block_is_the_same_function_with_scalings_folded_into_its_weights(options: dict) -> None:
     model = trained_a_little(scaled_model(**options))
     x = model.embedding(random_tokens(2)).detach().requires_grad_()
     parameters = [x, *model.stack.parameters()]
-    folded, plain = model.stack(x), x
+    folded, plain = model.stack(x, folded=True), x
     for _, layer in model.stack.residual_layers():
         u = layer.scaling(plain)
         plain = plain + layer.f(u) * (-layer.scaling.log_scale).exp()
     torch.testing.assert_close(folded, plain, rtol=1e-11, atol=1e-11)
-    with torch.no_grad():
-        assert torch.equal(model.stack(x), plain)
+    for with_gradients in (True, False):
+        with torch.set_grad_enabled(with_gradients):
+            assert torch.equal(model.stack(x), plain)
     ours = torch.autograd.grad(folded.sin().sum(), parameters)
     expected = torch.autograd.grad(plain.sin().sum(), parameters)
     for found, wanted in zip(ours, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_a_certificate_and_an_inverse_cannot_take_folded_weights() -> None:
+    stack = scaled_model().stack
+    weights: Any = stack.weights(folded=True)
+    for use in (certify, lambda stack, weights: stack.inverse(torch.zeros(1, 2, WIDTH), weights)):
+        with pytest.raises(AttributeError, match="'FoldedWeights' object has no attribute"):
+            use(stack, weights=weights)
 
 
 @pytest.mark.parametrize("options", MODELS)
@@ -92,11 +103,11 @@ def test_under_autocast_weights_are_folded_too_for_the_same_function(options: di
     expected = model.stack(x)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
-        weights = model.stack.weights()
+        weights = model.stack.weights(folded=True)
         found = model.stack(x.float(), weights)
     for name, branch in model.stack.branches():
         folds = branch.folds_scaling and "input_radius" not in options
-        assert (weights[name].centre is not None) == folds
+        assert isinstance(weights[name], FoldedWeights) == folds
     torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
 
 
@@ -107,7 +118,7 @@ def test_under_autocast_gradients_are_added_as_it_would_add_them(
 
     def gradients() -> tuple[torch.Tensor, ...]:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens).float().sin().sum()
+            loss = model(tokens, folded=True).float().sin().sum()
         return torch.autograd.grad(loss, list(model.parameters()))
 
     ours = gradients()
