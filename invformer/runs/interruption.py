@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 
 from invformer.errors import Interrupted, InvformerError, RankLost
+from invformer.runs import exit as ending
 from invformer.runs.collective import ask_for_largest, largest_of_processes
 from invformer.runs.ranks import hear_to_stop
 
@@ -100,6 +101,7 @@ class Interruption(L.Callback):
             number = asked()
         if number:
             check_everywhere(lambda: self.check(trainer))
+            ending.stopping.acquire(blocking=False)  # signals from here on change nothing
             raise Interrupted(number, trainer.global_step, self.again)
 
 

@@ -4,6 +4,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from invformer.errors import Interrupted
 from invformer.evaluation.likelihood import BitsPerCharacter
 from invformer.numerics.rounding import upwards
+from invformer.runs import exit as ending
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, first_words, fit
 from invformer.training.progress import percent
@@ -69,11 +71,13 @@ def test_a_finished_run_says_so_and_starts_nothing(
 
 
 def test_an_interruption_names_the_command_that_continues(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ending, "stopping", threading.Lock())
     run = built(options(folder, "a", *SHORT), StopAt(5, signal.SIGINT))
     with pytest.raises(Interrupted, match="interrupted at step 6 by SIGINT, saved") as stopped:
         fit(run)
+    assert ending.stopping.locked()  # so that a second signal adds no line
     again = shlex.split(str(stopped.value).partition("continue with: ")[2])
     assert again[:2] == ["python", "train.py"]
     capsys.readouterr()
