@@ -118,6 +118,14 @@ class StackedBranches:
             lambda dx: (jvp(dx) * is_own).sum(-2), lambda dy: vjp(dy.unsqueeze(-2) * is_own)
         )
 
+    def derivative_in_ball(self, chosen: Chosen, alone: bool = False) -> Callable[[Tensor], Tensor]:
+        """dX ↦ ψ_R′ dX, its own adjoint, for each row's sequence, or for its token ``alone``."""
+        if self.input_radius is None:
+            return lambda dx: dx
+        u = torch.stack(self.inputs) / self.input_radius
+        u = take(u, chosen).flatten(1, 2).unsqueeze(2) if alone else by_row(u, chosen)
+        return to_ball(u).derivative
+
     def local_bounds(self, measured: Measured, tight: bool = False) -> Float[Tensor, "branches"]:
         """Proven upper bounds on ‖J‖ at the inputs, the largest over the sequences.
 
@@ -165,11 +173,7 @@ class StackedMaps(StackedBranches):
         w, v = self.w[:, : self.v.shape[-1]] if alone else self.w, self.v
         if self.scale is not None:
             w, v = w / self.scale.mT, v * self.scale
-        in_ball: Callable[[Tensor], Tensor] = lambda dx: dx  # noqa: E731
-        if self.input_radius is not None:
-            u = torch.stack(self.inputs) / self.input_radius
-            u = take(u, chosen).flatten(1, 2).unsqueeze(2) if alone else by_row(u, chosen)
-            in_ball = to_ball(u).derivative
+        in_ball = self.derivative_in_ball(chosen, alone)
 
         def jvp(dx: Tensor) -> Tensor:
             dz = torch.bmm(in_ball(dx).flatten(1, 2), w).view(*dx.shape[:-1], -1)

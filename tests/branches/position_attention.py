@@ -1,16 +1,23 @@
 """An attention that the program does not know: the example of CONTRIBUTING.md, to copy."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from invformer.branches.branch import LipschitzBranch, cast
+from invformer.branches.enclosed import EnclosedBranch, NotEnclosed, weight
+from invformer.branches.jacobian import Chosen, Measured, Products, StackedBranches, take
+from invformer.numerics.enclosure import Enclosure, Matrix
 from invformer.numerics.norms import Norm
+from invformer.numerics.pairs import Pair, paired
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from invformer.weights.position_bias import VisibilityMask
 from invformer.weights.spectral import SpectralNormalised
+
+# Covers the rounding of sums and products in float64.
+ROUNDING = 1 + 2.0**-40
 
 
 class PositionWeights(NamedTuple):
@@ -20,6 +27,52 @@ class PositionWeights(NamedTuple):
     g: Tensor
 
 
+class StackedPositionAttention(StackedBranches):
+    """Several such attentions: rows J_i· = [P_ij G]_j of their Jacobians, and local bounds."""
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """P of the tokens there are, (branches, N, N), and G."""
+        p, g = (torch.stack(each) for each in zip(*self.weights, strict=True))
+        return p[:, : self.num_tokens, : self.num_tokens], g
+
+    def products(self, chosen: Chosen, is_own: Tensor) -> Products:
+        """dX ↦ Σ_j P_ij dx_j G, and its adjoint."""
+        p, g = self.matrices()
+        p = take(p.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1), chosen)
+        p = p.flatten(1, 2).unsqueeze(-1)  # (branches, R, tokens, 1)
+        in_ball = self.derivative_in_ball(chosen)
+        return Products(
+            lambda dx: (p * in_ball(dx)).sum(2) @ g,
+            lambda dy: in_ball(p * (dy @ g.mT).unsqueeze(2)),
+        )
+
+    def local_bounds(self, measured: Measured, tight: bool = False) -> Tensor:
+        """‖G‖₂ times the largest row sum of P, or its largest P_ii for diagonal blocks: exact."""
+        if measured not in ("token_max", "diagonal_block"):
+            return super().local_bounds(measured)
+        p, g = (w.double() for w in self.matrices())
+        rows = p.sum(-1) if measured == "token_max" else p.diagonal(dim1=-2, dim2=-1)
+        return spectral_norm_bound(g) * rows.amax(-1) * ROUNDING
+
+
+class EnclosedPositionAttention(EnclosedBranch):
+    """P X G in enclosures: what is written is P X, of the text before each row and of itself."""
+
+    def __init__(self, p: Tensor, g: Tensor) -> None:
+        if p.triu(1).any():
+            raise NotEnclosed("tokens see later ones, so that a beginning has no states of its own")
+        super().__init__([torch.eye(len(g), dtype=g.dtype, device=g.device)], g)
+        self.before, self.own = weight(p.tril(-1)), weight(p.diagonal()[:, None])
+
+    def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
+        """Σ_{j<i} P_ij x_j + P_ii x_i, and the text."""
+        (own,) = z
+        text = own if past is None else past
+        p = paired(self.before) if isinstance(own, Pair) else self.before
+        before = p[places, : len(text.middle)].matmul(Matrix(text))
+        return before + own * self.own[places], text
+
+
 class PositionAttention(LipschitzBranch[PositionWeights]):
     """f(X) = P X G with P = mean_h softmax_j b_h(i − j) and ‖G‖₂ ≤ c: tokens are not compared.
 
@@ -27,6 +80,7 @@ class PositionAttention(LipschitzBranch[PositionWeights]):
     """
 
     is_proven = True
+    stacked = StackedPositionAttention
 
     def __init__(self, d_model: int, position: VisibilityMask, lipschitz_target: float) -> None:
         super().__init__(lipschitz_target)
@@ -51,5 +105,8 @@ class PositionAttention(LipschitzBranch[PositionWeights]):
         if norm != "token_max":
             raise ValueError(f"no bound of this attention is known in {norm}")
         p, g = (cast(w, dtype).double() for w in weights or self.weights())
-        rows = p.sum(-1).max() * (1 + 2.0**-40)
-        return (spectral_norm_bound(g) * rows).item()
+        return (spectral_norm_bound(g) * p.sum(-1).max() * ROUNDING).item()
+
+    def enclosed(self, weights: PositionWeights, length: int) -> EnclosedPositionAttention:
+        """As :meth:`.Branch.enclosed`."""
+        return EnclosedPositionAttention(weights.p[:length, :length], weights.g)

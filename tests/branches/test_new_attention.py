@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from invformer.assemble import model as assemble
+from invformer.branches.jacobian import StackedBranches
 from invformer.config.schema import ATTENTIONS, ModelConfig
 from invformer.errors import ConfigurationError
 from invformer.evaluation.lipschitz import measured_branches
+from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, NoCertificateError, certify
+from invformer.proofs.enclosed_network import Network
+from invformer.proofs.prefix_margins import prefix_margins
 from invformer.weights.position_bias import RelativePositionBias
 from tests.branches.position_attention import PositionAttention
 from tests.support.builders import SEQ_LEN, VOCAB, random_tokens, trained_a_little
@@ -66,11 +70,38 @@ def test_an_evaluation_leaves_out_norms_without_a_theorem(model: CharTransformer
     assert measured_branches(model, random_tokens(1), 3).keys() == {"token_max"}
 
 
-def test_the_monitor_estimates_the_new_attention_at_every_step(model: CharTransformer) -> None:
-    probe, name = LipschitzProbe(model, random_tokens(1)), "block_00/attention"
-    bound = certify(model).per_branch[name]
-    for _ in range(3):
-        assert 0 < probe.estimate(num_steps=1)[name][0] <= bound
+@pytest.mark.parametrize("measured", ["token_max", "diagonal_block"])
+@pytest.mark.parametrize("radius", [None, 1.5])
+def test_estimates_follow_those_of_automatic_derivatives_and_stay_below_local_bounds(
+    model: CharTransformer, measured: Any, radius: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for block in model.stack.blocks:
+        block.attention.input_radius = radius
+    probe, bounds = LipschitzProbe(model, random_tokens(2), measured), certify(model).per_branch
+    local = dict(zip(probe.names, local_bounds(probe).tolist(), strict=True))
+    ours = [probe.values() for _ in range(3)]
+    monkeypatch.setattr(PositionAttention, "stacked", StackedBranches)
+    automatic = LipschitzProbe(model, random_tokens(2), measured)
+    torch.testing.assert_close(ours, [automatic.values() for _ in range(3)])
+    for name, estimate in zip(probe.names, ours[-1].tolist(), strict=True):
+        if "attention" in name:
+            assert 0 < estimate <= local[name] <= bounds[name]
+            if radius is None:
+                assert estimate > 0.9 * local[name]
+
+
+@torch.no_grad()
+def test_characters_are_proven_through_the_new_attention(model: CharTransformer) -> None:
+    tokens = random_tokens(1)
+    states, places = model.stack(model.embedding(tokens))[0], torch.arange(SEQ_LEN)
+    for accurate in (True, False):
+        network = Network(model, SEQ_LEN, accurate)
+        found, past = network(tokens[0], places, None)
+        again, _ = network(tokens[0], places, past)  # each symbol behind those before it
+        for state in (found.single(), again.single()):
+            assert ((state.middle - states).abs() <= state.radius + 1e-14).all()
+            assert state.radius.max() < 1e-12
+    assert prefix_margins(model, tokens, states[None], unknown=0).proven.any()
 
 
 def test_a_subclass_has_no_certificate_until_it_says_so(model: CharTransformer) -> None:
