@@ -17,10 +17,10 @@ so are certified models.
 
 Every signal is read once, after 2, 5, 10 and 20 % of the steps, over the median of its family's
 healthy runs then; spike and growth need no other runs. A reading that is not finite is the worst.
-Of ours, ``estimate`` is the largest branch. ``growth`` is the largest ratio of a branch to its own
-start. The free signals may point either way: an area below ½ counts as one minus it. ``spike`` is
-the rule of Lightning's SpikeDetection, without its threshold: the largest excess of a loss over the
-mean of the ten before it. The sensitivity of softmax (arXiv 2602.18849) is not among the signals.
+Of ours, ``estimate`` is the largest branch, or block of nanoGPT, and ``growth`` the largest ratio
+of one to its own start. Free signals may point either way: an area below ½ counts as one minus it.
+``spike`` is the rule of Lightning's SpikeDetection without its threshold: the largest excess of a
+loss over the mean of the ten before. The sensitivity of softmax (arXiv 2602.18849) is no signal.
 
 Thresholds are the smallest that accuse at most 5 % of the healthy runs of half of the families; the
 other half says what they find. The alarm watches ``growth`` from the first step to the last.
@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from invformer.config.schema import CorpusName
 from invformer.config.section import option
 from invformer.data.windows import TrainingWindows
+from invformer.training.alarm import growth
 from invformer.training.optimizers import warmup_cosine
 from invformer.weights.spectral import refresh_normalisers
 from studies.report import Figure, Finding, Rows, Summary, by, look_of, panels
@@ -65,8 +66,7 @@ FREE = (
     "loss", "gradient_norm", "update_ratio", "weight_norm", "largest_logit", "entropy", "spike",
 )  # fmt: skip
 OURS = ("estimate", "estimate_attention", "estimate_feed_forward", "growth")
-LOW_IS_SICK = ("entropy",)
-AS_THEY_ARE = ("spike", "growth")
+LOW_IS_SICK, AS_THEY_ARE = ("entropy",), ("spike", "growth")
 SPIKES = 2.0  # excess at which SpikeDetection ends a training, by default
 
 
@@ -185,8 +185,8 @@ def measure(case: Case, device: torch.device) -> Result:
             moved = (nn.utils.parameters_to_vector(weights).detach() - before).norm()
             keep(readings, {"update_ratio": (moved / before.norm()).item()})
     nats = validation(subject) if math.isfinite(losses[-1]) else math.inf
-    made = points[: len(readings["loss"])]
-    return Result(nats if math.isfinite(nats) else math.inf, made, readings, branches)
+    nats = nats if math.isfinite(nats) else math.inf
+    return Result(nats, points[: len(readings["loss"])], readings, branches)
 
 
 def keep(series: dict[str, list[float]], found: dict[str, float]) -> None:
@@ -224,9 +224,8 @@ class Run:
         if signal in FREE:
             return self.result.readings[signal][index]
         branches = self.branches(signal.removeprefix("estimate_") if "_" in signal else None)
-        if signal == "growth":
-            return max(divided(series[index], series[0]) for series in branches)
-        return max(series[index] for series in branches)
+        now, start = ({str(k): s[i] for k, s in enumerate(branches)} for i in (index, 0))
+        return growth(now, start)[0] if signal == "growth" else max(now.values())
 
     def branches(self, kind: str | None) -> list[list[float]]:
         """The series of all branches of a kind; None takes blocks if they were measured."""
@@ -240,12 +239,6 @@ class Run:
     def growth(self) -> list[float]:
         """The alarm's signal at every reading."""
         return [self.reading("growth", step) for step in self.result.points]
-
-
-def divided(value: float, start: float) -> float:
-    """The ratio, infinite where it is no number."""
-    ratio = value / start if start else math.inf
-    return ratio if math.isfinite(ratio) else math.inf
 
 
 def runs_of(rows: Rows[Case, Result]) -> list[Run]:
@@ -272,8 +265,7 @@ def scores_of(runs: Sequence[Run], signal: str, share: float) -> Tensor:
         usual = torch.tensor([median(healthy[run.family]) for run in runs], dtype=torch.float64)
         sign = -1 if signal in LOW_IS_SICK else 1
         scores = sign * (scores / usual).log()
-    ended = ~torch.tensor(found).isfinite() | scores.isnan()
-    return scores.masked_fill(ended, math.inf)
+    return scores.masked_fill(~torch.tensor(found).isfinite() | scores.isnan(), math.inf)
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
@@ -332,10 +324,16 @@ def verdict(judged: Sequence[Run], labels: Labels) -> list[Finding]:
     ]
 
 
+def limit_of(judged: Sequence[Run]) -> float:
+    """The growth at which the alarm sounds, chosen on all families."""
+    healthy = [max(run.growth) for run in judged if not run.is_sick]
+    return threshold(torch.tensor(healthy, dtype=torch.float64))
+
+
 def beside(runs: Sequence[Run], judged: Sequence[Run], labels: Labels) -> list[Finding]:
     """The alarm, SpikeDetection as Lightning has it, rates that are too small, certified models."""
     peaks = torch.tensor([max(run.growth) for run in judged], dtype=torch.float64)
-    limit = threshold(peaks[~labels.sick])
+    limit = limit_of(judged)
     found, accused = labels.held_out(peaks)
     sick = [run for run in judged if run.is_sick]
     grown = [[value > limit for value in run.growth] for run in sick]
@@ -367,7 +365,7 @@ def beside(runs: Sequence[Run], judged: Sequence[Run], labels: Labels) -> list[F
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Areas against time, growth of every run, and its peak against the final loss."""
-    figure, (areas, growth, ends) = panels(1, 3)
+    figure, (areas, grown, ends) = panels(1, 3)
     runs = runs_of(rows)
     judged = [run for run in runs if run.group == "judged"]
     for index, line in enumerate(summarise(rows).table):
@@ -376,20 +374,23 @@ def draw(rows: Rows[Case, Result]) -> Figure:
         look: dict[str, Any] = look_of(index) | {"linewidth": width}
         areas.plot([100 * share for share in AT], values, label=line["signal"], **look)
     areas.set(xlabel="share of the steps, %", ylabel="area under the ROC curve", xscale="log")
+    areas.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    grown.axhline(limit_of(judged), color="0.5")
+    ends.axvline(limit_of(judged), color="0.5")
     for run in judged:
         at = [100 * step / run.case.num_steps for step in run.result.points]
-        colour, line = ("0", "-") if run.is_sick else ("0.7", ":")
-        growth.plot(at, run.growth, color=colour, linestyle=line, linewidth=0.6)
-    growth.set(xlabel="share of the steps, %", ylabel="largest growth of a branch", yscale="log")
-    growth.set(title="solid: sick, dotted grey: healthy")
+        look = {"color": "0"} if run.is_sick else {"color": "0.7", "linestyle": ":"}
+        grown.plot(at, run.growth, **look, linewidth=0.6)
+    grown.set(xlabel="share of the steps, %", ylabel="largest growth of a branch", yscale="log")
+    grown.set(title="solid: sick, dotted grey: healthy")
     for index, group in enumerate(("judged", "too small", "certified")):
         part = [run for run in runs if run.group == group and math.isfinite(run.result.val_nats)]
         above = [max(run.result.val_nats - run.best[1].val_nats, 1e-3) for run in part]
         look = look_of(index) | {"linestyle": "none"}
         ends.plot([max(run.growth) for run in part], above, label=group, **look)
-    ends.axhline(SICK, color="0.5", linewidth=0.8)
+    ends.axhline(SICK, color="0.5")
     ends.set(xlabel="largest growth of a branch", ylabel="nats above the best of the family")
-    ends.set(xscale="log", yscale="log")
+    ends.loglog()
     return figure
 
 

@@ -86,7 +86,7 @@ class Alarm(L.Callback):
             prefix = "lipschitz/"
             all_of_them = {k[len(prefix) :]: v for k, v in row.items() if k.startswith(prefix)}
             now = {n: v for n, v in all_of_them.items() if n in self.blocks} or all_of_them
-        if not self.start and all(map(math.isfinite, now.values())):
+        if not self.start and all(map(math.isfinite, now.values())) and any(now.values()):
             self.start = now
         if self.mode == "off" or self.sounded or not now.keys() & self.start:
             return
