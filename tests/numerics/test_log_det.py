@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from invformer.numerics.l2_attention import l2_attention
-from invformer.numerics.log_det import causal_log_det
+from invformer.numerics.log_det import causal_log_det, estimate_log_det
 from tests.numerics.contractions import orthogonal
 from tests.support.problems import dense_jacobian
 
@@ -56,3 +56,53 @@ def test_a_map_that_sees_the_future_is_refused() -> None:
     mixing = torch.full((5, 5), 0.1)
     with pytest.raises(ValueError, match="not causal: token 0 depends on later ones"):
         causal_log_det(lambda x: mixing @ x, torch.randn(2, 5, 3))
+
+
+C = 0.6  # of the map below: ‖w‖₂ = C, slopes of tanh at most one
+
+
+def contraction(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A map that mixes all entries of a sample."""
+    return lambda x: torch.tanh(x.flatten(-2) @ w).view(x.shape)
+
+
+@pytest.mark.parametrize("num_terms", [None, 3])
+def test_an_estimated_log_det_and_its_gradients_have_the_stated_mean(num_terms: int | None) -> None:
+    w = (C * orthogonal(6, 6)).requires_grad_()
+    x = torch.randn(3, 2, requires_grad=True)
+    dense = torch.eye(6) + dense_jacobian(contraction(w), x)
+    exact, gradients = dense.logdet(), torch.autograd.grad(dense.logdet(), (x, w))
+    copies = x.detach().expand(2_500, 3, 2).clone().requires_grad_()
+    options = {"num_probes": 4, "generator": torch.Generator().manual_seed(1)}
+    found = estimate_log_det(
+        contraction(w), copies, lipschitz_bound=C, num_terms=num_terms, **options
+    )
+    of_x, of_w = torch.autograd.grad(found.value.mean(), (copies, w))
+    three_errors = 3 * found.value.std().item() / 50 + 1e-12
+    assert abs(found.value.mean() - exact) <= three_errors + found.tail
+    if num_terms is None:
+        assert found.tail == 0
+        for mean, wanted in zip((of_x.sum(0), of_w), gradients, strict=True):
+            torch.testing.assert_close(mean, wanted, rtol=0, atol=0.05)
+    spread = found.value.std() / found.standard_error.square().mean().sqrt()
+    assert 0.5 < spread < 2
+
+
+def test_the_tail_of_a_fixed_cut_bounds_its_bias() -> None:
+    w, x = C * orthogonal(6, 6), torch.zeros(3, 2)  # at zero J = wᵀ, tr(Jᵏ) is known
+    exact = (torch.eye(6) + w).logdet()
+    for n in (1, 2, 5, 9):
+        powers = [torch.linalg.matrix_power(w, k).trace() / k for k in range(1, n + 1)]
+        cut = sum(p if k % 2 == 0 else -p for k, p in enumerate(powers))
+        tail = estimate_log_det(contraction(w), x, lipschitz_bound=C, num_terms=n).tail
+        assert abs(cut - exact) <= tail <= 1.001 * 6 * C ** (n + 1) / ((n + 1) * (1 - C))
+
+
+def test_an_estimate_needs_no_gradients_and_refuses_an_expansion() -> None:
+    w, x = C * orthogonal(6, 6), torch.randn(2, 3, 2)
+    with torch.inference_mode():
+        found = estimate_log_det(contraction(w), x, lipschitz_bound=C, num_terms=2)
+        assert found.value.shape == (2,)
+        assert not found.value.requires_grad
+    with pytest.raises(ValueError, match="need 0 ≤ lipschitz_bound < 1"):
+        estimate_log_det(contraction(w), x, lipschitz_bound=1.0)
