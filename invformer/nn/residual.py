@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.branches.branch import AttentionCache, LipschitzBranch, bounds_together
+from invformer.nn.inverse import StackSolution, undo, warn_of_failures, with_gradients
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import (
@@ -19,6 +20,7 @@ from invformer.numerics.fixed_point import (
 )
 from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.residual_equation import Kind
+from invformer.numerics.transposed import solve_transposed
 from invformer.weights.affine import in_two_formats
 from invformer.weights.dropout import Dropout
 from invformer.weights.scaling import (
@@ -175,7 +177,6 @@ class InvertibleResidual(nn.Module):
             raise ValueError("no bound in entry_max is known with an input_radius")
         return bounds_together([layer.branch for layer in layers], norm, kind, dtype, weights)
 
-    @torch.no_grad()
     def inverse(
         self,
         y: Tokens,
@@ -189,7 +190,9 @@ class InvertibleResidual(nn.Module):
         """The x with x + D⁻¹ f(D x + b) = y, and the evidence for it.
 
         u ← v − f(u) for v = D y + b, until v − u − f(u) is within tolerance; then x = D⁻¹(u − b).
-        ``error_bound`` is one on ‖x̂ − x‖ in ``norm``, ``residual`` is weighted.
+        ``error_bound`` is one on ‖x̂ − x‖ in ``norm``, ``residual`` is weighted. The value has
+        implicit gradients of y and of every parameter (:mod:`invformer.nn.inverse`): their solver
+        has the tolerance of this one, and warns where it fails if ``throw`` is False.
 
         Args:
             weights: of the layer; None computes them.
@@ -205,9 +208,26 @@ class InvertibleResidual(nn.Module):
         weights.require_format_of(y)
         c = lipschitz_bound
         if c is None:
-            (c,) = self.proven_bounds([self], norm, kind, None, [weights.branch])
+            with torch.no_grad():
+                (c,) = self.proven_bounds([self], norm, kind, None, [weights.branch])
         if not c < 1:
             raise ValueError(f"no inverse: the bound of f is {c:.3g} ≥ 1 in {norm}")
+        solution = self._solve(y.detach(), weights, c, norm, kind, options)
+        common = {"lipschitz_bound": c, "norm": norm, "kind": kind, **options}
+        x = with_gradients(solution.value, y, [(self, weights, common)])
+        return replace(solution, value=x)
+
+    @torch.no_grad()
+    def _solve(
+        self,
+        y: Tokens,
+        weights: ResidualWeights,
+        c: float,
+        norm: Norm,
+        kind: Kind,
+        options: Mapping[str, Any],
+    ) -> FixedPointSolution:
+        """As :meth:`inverse`, without gradients."""
         f_in_double = None
         if options.get("evidence", True):
             in_double = (w.detach().double() for w in weights.branch)
@@ -233,6 +253,38 @@ class InvertibleResidual(nn.Module):
         error = stack_error_bound(steps).expand(y.shape[:-2])
         x = weights.scaling.undo(u)
         return replace(solution, value=x, error_bound=error, error_steps=steps)
+
+    def transposed(
+        self,
+        x: Tokens,
+        weights: ResidualWeights,
+        v: Tokens,
+        *,
+        lipschitz_bound: float,
+        norm: Norm,
+        kind: Kind,
+        rtol: float | None = None,
+        max_steps: int | None = None,
+        throw: bool = True,
+        **options: Any,
+    ) -> tuple[Tokens, Tokens]:
+        """y = x + D⁻¹ f(D x + b), recorded, and the w with (∂y/∂x)ᵀ w = v: D⁻¹w + JᵀD⁻¹w = D⁻¹v."""
+        u = weights.scale_input(x)
+        fu = self.f(u, weights.branch)
+        solution = solve_transposed(
+            lambda w: torch.autograd.grad(fu, u, w, retain_graph=True)[0],
+            weights.unscale_output(v).detach(),
+            lipschitz_bound=lipschitz_bound,
+            norm=norm,
+            kind=kind,
+            rtol=rtol,
+            max_steps=max_steps,
+            throw=throw,
+        )
+        warn_of_failures(solution)
+        w = solution.value
+        scaled = w if weights.scaling is None else w * weights.scaling.scale.detach()
+        return x + weights.unscale_output(fu), scaled
 
     @torch.no_grad()
     def initialise(self, x: Tokens) -> None:
@@ -280,3 +332,23 @@ class InvertibleBlock(nn.Module):
             own = None if weights is None else weights[name]
             x = layer(x, own, folded) if isinstance(layer, InvertibleResidual) else layer(x, own)
         return x
+
+    def inverse(
+        self,
+        y: Tokens,
+        weights: Mapping[str, Any] | None = None,
+        *,
+        norm: Norm = "token_max",
+        kind: Kind = "global",
+        **options: Any,
+    ) -> StackSolution:
+        """Undo the layers from the last one down, as :meth:`.InvertibleStack.inverse` does."""
+        layers = dict(self.layers())
+        weights = weights or {name: layer.weights() for name, layer in layers.items()}
+        bounds: dict[str, float] = {}
+        for name, layer in layers.items():
+            if isinstance(layer, InvertibleResidual):
+                with torch.no_grad():
+                    of_branch = [weights[name].branch]
+                    (bounds[name],) = layer.proven_bounds([layer], norm, kind, None, of_branch)
+        return undo(layers, y, weights, bounds, norm, kind, **options)

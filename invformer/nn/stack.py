@@ -1,19 +1,16 @@
 """Stacks of invertible blocks: weights, proven bounds, the inverse, and the error through it."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, get_args, overload
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from invformer.branches.branch import LipschitzBranch
 from invformer.nn.certificate import Certificate, NoCertificateError, original_class, require_type
+from invformer.nn.inverse import StackSolution, undo
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
-from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
-from invformer.numerics.fixed_point_solution import FixedPointSolution
 from invformer.numerics.norms import NORMS, Norm, Tokens, unknown_norm
 from invformer.numerics.residual_equation import Kind
 from invformer.weights.dropout import Dropout
@@ -29,23 +26,6 @@ FoldedStackWeights = Mapping[str, Any]
 def full_name(block: int, layer: str) -> str:
     """The name of a block's layer in the whole stack."""
     return f"block_{block:02d}/{layer}"
-
-
-@dataclass(frozen=True)
-class StackSolution:
-    """The input of a stack found from its output, layer by layer.
-
-    Attributes:
-        value: the recovered input, (*batch, N, D).
-        error_bound: bound on the distance of ``value`` from the input that was pushed up, forward
-            rounding included (by the rounding model of docs/numerics.md; not that of autocast), in
-            the stack's norm, per sample; inf where nothing is proven.
-        layers: the fixed-point solution of every residual layer, from the top down.
-    """
-
-    value: Tensor
-    error_bound: Float[Tensor, "*batch"]
-    layers: dict[str, FixedPointSolution]
 
 
 class InvertibleStack(nn.Module):
@@ -216,7 +196,6 @@ class InvertibleStack(nn.Module):
             layer.initialise(x)
             x = layer(x)
 
-    @torch.no_grad()
     def inverse(
         self,
         z: Tokens,
@@ -227,7 +206,8 @@ class InvertibleStack(nn.Module):
         """Undo the layers from the top down: residual ones by their inverse, scalings directly.
 
         ``error_bound`` is the :func:`.stack_error_bound` of the layers; it is infinite for causal
-        constants, which bound no error (docs/numerics.md).
+        constants, which bound no error (docs/numerics.md). ``value`` has implicit gradients of z
+        and of every parameter (:mod:`invformer.nn.inverse`), unless they are off.
 
         Args:
             weights: of the stack; None computes them.
@@ -244,31 +224,12 @@ class InvertibleStack(nn.Module):
         weights = weights or self.weights()
         weights[next(self.residual_layers())[0]].require_format_of(z)
         if certificate is None:
-            bounds, longest = self.bounds(self.norm, self.kind, z.dtype, weights), self.seq_len
+            with torch.no_grad():
+                bounds = self.bounds(self.norm, self.kind, z.dtype, weights)
+            longest = self.seq_len
         else:
             certificate.require(self.norm, self.kind)
             bounds, longest = certificate.per_branch, certificate.seq_len
         if z.shape[-2] > longest:
             raise ValueError(f"the certificate holds up to {longest} tokens")
-        solutions: dict[str, FixedPointSolution] = {}
-        steps: list[ErrorStep] = []
-        for name, layer in reversed(list(self.layers())):
-            if isinstance(layer, ActivationNorm):
-                scaling = weights[name]
-                steps.append(scale_step(z, scaling.log_scale, scaling.shift, self.norm))
-                z = scaling.undo(z)
-                continue
-            solution = layer.inverse(
-                z,
-                weights[name],
-                lipschitz_bound=bounds[name],
-                norm=self.norm,
-                kind=self.kind,
-                **options,
-            )
-            solutions[name], z = solution, solution.value
-            steps.extend(solution.error_steps)
-        error = stack_error_bound(steps).to(z.device).expand(z.shape[:-2])
-        if self.kind == "causal":
-            error = torch.full_like(error, torch.inf)
-        return StackSolution(value=z, error_bound=error, layers=solutions)
+        return undo(dict(self.layers()), z, weights, bounds, self.norm, self.kind, **options)

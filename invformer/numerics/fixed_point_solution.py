@@ -71,13 +71,15 @@ class FixedPointSolution:
 class FixedPointError(RuntimeError):
     """Some samples were not inverted; ``solution`` has their verdicts."""
 
-    def __init__(self, solution: FixedPointSolution) -> None:
+    def __init__(
+        self, solution: FixedPointSolution, what: str = "samples were not inverted"
+    ) -> None:
         failed = ~solution.converged
         count = [(status, int((solution.status == status).sum())) for status in ADVICE]
         kinds = [(status, n) for status, n in count if n]
         worst = solution.residual[failed].nan_to_num(math.inf, math.inf).max()
         super().__init__(
-            f"{int(failed.sum())} of {failed.numel()} samples were not inverted "
+            f"{int(failed.sum())} of {failed.numel()} {what} "
             f"({', '.join(f'{n} {status.name}' for status, n in kinds)}): worst residual "
             f"{float(worst):.1e} in {solution.norm} after {int(solution.num_steps.max())} steps. "
             + "; ".join(ADVICE[status] for status, _ in kinds)

@@ -31,6 +31,18 @@ def vector_norm(x: Tokens, norm: Norm) -> Float[Tensor, "*batch"]:
     raise unknown_norm(norm)
 
 
+def dual_norm(x: Tokens, norm: Norm) -> Float[Tensor, "*batch"]:
+    """sup ⟨X, Z⟩ over ‖Z‖ ≤ 1: Σᵢ ‖xᵢ‖₂ for ``token_max``, ``frobenius`` itself, or Σ |X_ik|."""
+    match norm:
+        case "token_max":
+            return torch.linalg.vector_norm(x, dim=-1).sum(-1)
+        case "frobenius":
+            return vector_norm(x, norm)
+        case "entry_max":
+            return x.abs().sum((-2, -1))
+    raise unknown_norm(norm)
+
+
 def unknown_norm(norm: str) -> ValueError:
     """The error for a norm that is not among :data:`NORMS`."""
     return ValueError(f"unknown norm {norm!r}: choose one of {', '.join(NORMS)}")

@@ -1,7 +1,7 @@
 """Invertible scalings of channels u = D x + b: ActivationNorm, weighted norms of branches."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
@@ -99,6 +99,12 @@ class ActivationNorm(DiagonalScaling):
         varies = std > LEAST_DEVIATION
         self.log_scale.copy_(torch.where(varies, -std.clamp(min=LEAST_DEVIATION).log(), 0.0))
         self.shift.copy_(torch.where(varies, -mean * self.log_scale.exp(), 0.0))
+
+    def transposed(
+        self, x: Tokens, weights: ScalingWeights, v: Tokens, **options: Any
+    ) -> tuple[Tokens, Tokens]:
+        """y = D x + b, recorded, and D⁻¹v: the w with (∂y/∂x)ᵀ w = v."""
+        return weights.apply(x), (v * weights.inverse).detach()
 
 
 def scalings_together(scalings: Sequence[DiagonalScaling]) -> ScalingWeights:

@@ -1,0 +1,173 @@
+"""Gradients through inverses, held against dense solves and finite differences."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from invformer.nn import (
+    BoundedAttention,
+    ContractiveFeedForward,
+    ContractiveL2Attention,
+    InvertibleResidual,
+)
+from invformer.numerics.fixed_point_solution import FixedPointError
+from invformer.numerics.norms import NORMS, Norm, dual_norm, vector_norm
+from invformer.numerics.transposed import solve_transposed
+from invformer.weights.scaling import DiagonalScaling
+from tests.support.builders import contractive_model, mask_of
+from tests.support.problems import dense_jacobian
+
+TOKENS, WIDTH = 4, 6
+
+
+def branch_of(kind: str, certificate: Any) -> nn.Module:
+    """A small branch, its weights far from their start values."""
+    mask = mask_of("bias", 2, TOKENS)
+    match kind:
+        case "l2":
+            branch: nn.Module = ContractiveL2Attention(WIDTH, 2, mask, 0.8, certificate)
+        case "bounded":
+            branch = BoundedAttention(WIDTH, 2, 3, mask, 0.8, certificate=certificate)
+        case _:
+            branch = ContractiveFeedForward(
+                WIDTH, 9, 0.8, kernel=2 if certificate == "causal" else 1
+            )
+    with torch.no_grad():
+        for parameter in branch.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return branch
+
+
+def layer_of(kind: str, certificate: str, scaled: bool, radius: float | None) -> InvertibleResidual:
+    """A residual layer with such a branch."""
+    scaling = DiagonalScaling(WIDTH) if scaled else None
+    if scaling is not None:
+        nn.init.normal_(scaling.log_scale, std=0.5)
+        nn.init.normal_(scaling.shift, std=0.5)
+    return InvertibleResidual(branch_of(kind, certificate), scaling, radius)  # pyright: ignore
+
+
+def by_dense_solves(layer: Any, x: Tensor, v: Tensor) -> list[Tensor]:
+    """w from (∂y/∂x)ᵀ w = v with dense Jacobians, and −(∂y/∂θ)ᵀ w of every parameter."""
+    dense = [dense_jacobian(lambda t: layer(t[None])[0], sample).detach() for sample in x]
+    w = torch.linalg.solve(torch.stack(dense).mT, v.flatten(1).unsqueeze(-1)).view_as(v)
+    own = [p for p in layer.parameters() if p.requires_grad]
+    of_own = torch.autograd.grad(layer(x), own, -w, allow_unused=True, materialize_grads=True)
+    return [w, *of_own]
+
+
+def implicit(layer: Any, y: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
+    """The same by the inverse's own gradients."""
+    y = y.detach().requires_grad_()
+    own = [p for p in layer.parameters() if p.requires_grad]
+    value = layer.inverse(y, **options).value
+    return list(torch.autograd.grad(value, [y, *own], v, allow_unused=True, materialize_grads=True))
+
+
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+@pytest.mark.parametrize("kind", ["l2", "bounded", "feed_forward"])
+@pytest.mark.parametrize(("scaled", "radius"), [(False, None), (True, None), (True, 1.5)])
+def test_gradients_of_a_layers_inverse_are_those_of_dense_solves(
+    kind: str, certificate: str, scaled: bool, radius: float | None
+) -> None:
+    layer = layer_of(kind, certificate, scaled, radius)
+    x, v = torch.randn(2, 3, TOKENS, WIDTH).unbind()
+    options = {"kind": "causal" if certificate == "causal" else "global"}
+    found = implicit(layer, layer(x), v, rtol=1e-13, **options)
+    for ours, dense in zip(found, by_dense_solves(layer, x, v), strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_of_a_stack_and_of_a_block_are_those_of_dense_solves() -> None:
+    stack = contractive_model(0.7, bounded=True).double().stack
+    x, v = torch.randn(2, 2, TOKENS, 12).unbind()
+    for whole in (stack, stack.blocks[0], contractive_model(0.6, scaled=True).double().stack):
+        found = implicit(whole, whole(x), v, rtol=1e-13)
+        for ours, dense in zip(found, by_dense_solves(whole, x, v), strict=True):
+            torch.testing.assert_close(ours, dense, rtol=1e-8, atol=1e-8)
+
+
+def test_an_inverse_passes_gradcheck_and_refuses_second_derivatives() -> None:
+    layer = layer_of("bounded", "token_max", scaled=True, radius=None)
+    y = layer(torch.randn(1, 3, WIDTH)).detach().requires_grad_()
+
+    def inverse(y: Tensor) -> Tensor:
+        return layer.inverse(y, rtol=1e-13).value
+
+    assert torch.autograd.gradcheck(inverse, y)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(inverse(y).sum(), y, create_graph=True)
+
+
+def test_without_gradients_the_inverse_is_the_same_to_the_bit() -> None:
+    stack = contractive_model(0.7).stack
+    z = stack(torch.randn(2, TOKENS, 12)).detach()
+    with torch.no_grad():
+        plain = stack.inverse(z)
+    recorded = stack.inverse(z)
+    assert recorded.value.requires_grad
+    assert not plain.value.requires_grad
+    assert torch.equal(plain.value, recorded.value)
+    assert torch.equal(plain.error_bound, recorded.error_bound)
+    frozen = copy.deepcopy(stack).requires_grad_(False)
+    assert not frozen.inverse(z).value.requires_grad
+
+
+class Kept:
+    """Bytes of the tensors that autograd keeps for backward."""
+
+    def __enter__(self) -> "Kept":
+        self.bytes = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.add, lambda x: x)
+        self.hooks.__enter__()
+        return self
+
+    def add(self, x: Tensor) -> Tensor:
+        """Count one."""
+        self.bytes += x.nbytes
+        return x
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.__exit__(*error)
+
+
+def test_memory_grows_neither_with_steps_nor_with_a_blocks_place() -> None:
+    layer = layer_of("feed_forward", "token_max", scaled=False, radius=None)
+    y = layer(torch.randn(2, TOKENS, WIDTH)).detach()
+    weights, kept = layer.weights(), []
+    for steps in (10, 1000):
+        with Kept() as memory:
+            solution = layer.inverse(y, weights, rtol=1e-300, max_steps=steps, throw=False)
+            assert int(solution.num_steps.max()) in (0, steps)
+        kept.append(memory.bytes)
+    assert kept[0] == kept[1]
+
+
+def test_a_backward_solve_that_does_not_converge_raises_or_warns() -> None:
+    layer = layer_of("l2", "token_max", scaled=False, radius=None)
+    y = layer(torch.randn(2, TOKENS, WIDTH)).detach().requires_grad_()
+    with pytest.warns(UserWarning, match="wrong gradients: 2 of 2 samples were not inverted"):
+        layer.inverse(y, max_steps=1, throw=False).value.sum().backward()
+    value = layer.inverse(y).value
+    with pytest.raises(FixedPointError, match="gradients of samples were not found"):
+        value.backward(torch.full_like(value, torch.nan))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_transpose_contracts_in_the_dual_norm(norm: Norm) -> None:
+    x, z = torch.randn(2, 500, 3, 4).unbind()
+    assert ((x * z).sum((-2, -1)) <= vector_norm(x, norm) * dual_norm(z, norm) * (1 + 1e-12)).all()
+    # The constant of J in a norm is that of its transpose in the dual one.
+    attained = torch.stack([vector_norm(x / vector_norm(x, norm)[:, None, None], norm)])
+    torch.testing.assert_close(attained, torch.ones_like(attained))
+    v = torch.randn(5, 3, 4)
+    mixing = 0.5 * torch.linalg.qr(torch.randn(12, 12)).Q
+    pull_back = lambda w: (w.flatten(1) @ mixing).view_as(w)  # noqa: E731
+    c = {"frobenius": 0.5}.get(norm, 0.95)
+    found = solve_transposed(pull_back, v, lipschitz_bound=c, norm=norm, kind="causal")
+    torch.testing.assert_close(found.value + pull_back(found.value), v, rtol=1e-9, atol=1e-9)
+    alone = solve_transposed(pull_back, v[:1], lipschitz_bound=c, norm=norm, kind="causal")
+    torch.testing.assert_close(alone.value, found.value[:1], rtol=1e-12, atol=1e-12)
