@@ -142,7 +142,7 @@ def evaluate(config: EvaluateConfig) -> None:
         if report["wandb"] and report["data"]["same_as_training"]:
             from invformer.runs.wandb_logger import add_to_summary
 
-            add_to_summary(latest.parent, summary_values(report), **report["wandb"])
+            add_to_summary(latest.parent, summary_values(report), report["wandb"])
     if len(reports) > 1:
         print_comparison(reports)
         print(f"written to {keep_comparison(reports, paths[0].parent)}")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from invformer.commands import run
 from invformer.config.section import Root, option
 from invformer.errors import ConfigurationError
-from invformer.runs.wandb_logger import CHARTS, DETAIL, STEP
+from invformer.runs.wandb_logger import CHARTS, DEFAULTS, DETAIL, STEP, read_settings
 
 INVERSION = (
     "inverse/reconstruction_max", f"{DETAIL}inverse/residual_max",
@@ -19,7 +19,7 @@ class WorkspaceConfig(Root):
     """Save a view of a W&B project: overview, constants of every block, inversion, samples."""
 
     program: ClassVar[str] = "-m invformer.workspace"
-    project: str = option("invformer", "W&B project")
+    project: str | None = option(None, "W&B project; null is W&B's own, or invformer")
     entity: str | None = option(None, "W&B user or team; null is your default")
     name: str = option("invformer", "of the view")
     num_layers: int = option(4, "blocks of the models", "[1, 1e4]")
@@ -42,25 +42,28 @@ def build(config: WorkspaceConfig) -> Any:
         keys = [f"{DETAIL}lipschitz_branches/{b}/{name}" for b in branches for name in names]
         return lines(f"block {number}: estimate ≤ local bound ≤ bound", *keys)
 
-    tables = ("view/sample", "view/recovered", "view/certificate")
+    views = [
+        f"view/{key}" for key in ("constants", "sample", "recovered", "certificate", "summary")
+    ]
     sections = {
         "Overview": [lines(title, *keys) for title, keys in CHARTS.items()],
         "Constants": [block(number) for number in range(config.num_layers)],
         "Inversion": [lines(key.rpartition("/")[2], key) for key in INVERSION],
-        "Samples": [
-            *(wr.WeavePanelSummaryTable(table_name=name) for name in tables),
-            wr.MediaBrowser(media_keys=["view/summary"]),
-        ],
+        "Samples": [wr.MediaBrowser(media_keys=[view]) for view in views],
     }
     shown = [ws.Section(name=name, panels=p, is_open=True) for name, p in sections.items()]
     return ws.Workspace(
-        entity=config.entity or "", project=config.project, name=config.name, sections=shown
-    )
+        entity=config.entity or "", project=config.project or DEFAULTS["project"],
+        name=config.name, sections=shown,
+    )  # fmt: skip
 
 
 def save(config: WorkspaceConfig) -> None:
     """Send the view to W&B; raises ConfigurationError if it is refused."""
     workspace = build(config)
+    own = read_settings()
+    workspace.project = config.project or own.get("project") or workspace.project
+    workspace.entity = config.entity or own.get("entity") or ""
     try:
         if not workspace.entity:
             import wandb

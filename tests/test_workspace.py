@@ -25,6 +25,7 @@ def test_the_view_shows_the_overview_and_every_block() -> None:
 def test_every_value_of_the_sweep_is_taken_as_an_agent_writes_it() -> None:
     sweep = yaml.safe_load((ROOT / "configs/sweep.yaml").read_text())
     assert (ROOT / sweep["program"]).is_file()
+    assert sweep["metric"]["name"] in OVERVIEW
     for key, choice in sweep["parameters"].items():
         ends = [choice[name] for name in ("min", "max", "value") if name in choice]
         for value in [*choice.get("values", ()), *ends]:

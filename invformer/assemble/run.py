@@ -221,21 +221,26 @@ def build_loggers(
     metadata: dict[str, Any],
     resume: Checkpoint | None,
 ) -> list[Logger]:
-    """metrics.jsonl, and what is asked for beside it; notes W&B's name for the run."""
+    """metrics.jsonl, and what is asked for beside it; notes how W&B knows the run."""
     options, step = config.logger, 0 if resume is None else resume.step
     built: list[Logger] = [JsonLinesLogger(directory.metrics, step)]
     for name in options.name:
         match name:
             case "wandb":
-                run_id = resume and resume.metadata.get("wandb_run_id")
+                earlier = resume and resume.metadata.get("wandb")
                 wandb = open_wandb(
-                    directory.path, mode=options.mode, run_id=run_id,
-                    name=directory.path.name, project=options.project, entity=options.entity,
-                    group=options.group, notes=options.notes, job_type="train",
-                    tags=[*options.tags, config.model.name, config.data.name],
+                    directory.path,
+                    mode=options.mode,
+                    asked={
+                        "project": options.project, "entity": options.entity,
+                        "run_group": options.group, "run_notes": options.notes,
+                        "run_tags": options.tags, "run_name": None if resume else config.run.name,
+                    },
+                    defaults={"run_tags": [config.model.name, config.data.name]},
+                    earlier=earlier,
                 )  # fmt: skip
-                if run_id := (wandb and wandb.online_id) or run_id:
-                    metadata["wandb_run_id"] = run_id
+                if identity := wandb.identity if wandb else earlier:
+                    metadata["wandb"] = identity
                 built += [wandb] if wandb else []
             case "csv":
                 refuse_link(directory.path / name)

@@ -233,13 +233,21 @@ class LoggerConfig(Section, key="logger"):
     """Where metrics go; metrics.jsonl is always written."""
 
     name: list[LoggerName] = option(["wandb"], "beside metrics.jsonl; several as [csv,wandb]")
-    project: str = option(
-        "invformer", r"a W&B project: up to 128 characters, none of / \ # ? % :", pattern=PROJECT
+    mode: Literal["auto", "online", "offline", "disabled"] = option(
+        "auto", "auto is what W&B is set to, but offline without a key"
     )
-    mode: Literal["auto", "online", "offline", "disabled"] = option("auto", "auto looks for a key")
+    project: str | None = option(
+        None,
+        r"W&B project: up to 128 characters, none of / \ # ? % :; null is W&B's own, or invformer",
+        pattern=PROJECT,
+    )
     entity: str | None = option(None, "W&B user or team; null is your default")
-    tags: list[str] = option([], "W&B tags of 1 to 64 characters each", pattern=TAG)
-    group: str | None = option(None, "W&B group; an experiment file names its family here")
+    tags: list[str] = option(
+        [], "W&B tags of 1 to 64 characters each; [] are W&B's own, or model and data", pattern=TAG
+    )
+    group: str | None = option(
+        None, "W&B group; null is W&B's own, or the run's name. An experiment file names its family"
+    )
     notes: str | None = option(None, "W&B notes, what this run is for")
 
 

@@ -101,12 +101,12 @@ def evaluate(
     # On the text it has learnt by heart an n-gram is no comparison.
     by_heart = split == "train" or (own and split == "all")
     learnt = None if by_heart else training_tokens(checkpoint, vocabulary, trained.data, corpus)
-    logger, run_id = trained.logger, checkpoint.metadata.get("wandb_run_id")  # if it was online
+    wandb = checkpoint.metadata.get("wandb") or {}
     report: dict[str, Any] = {
         "checkpoint": str(checkpoint.path if checkpoint.path.name else checkpoint.path.resolve()),
         "step": checkpoint.step,
         "command": checkpoint.metadata.get("command"),
-        "wandb": run_id and {"id": run_id, "project": logger.project, "entity": logger.entity},
+        "wandb": wandb if wandb.get("run_id") else None,  # if it was online
         "commit": checkpoint.metadata.get("commit"),
         "weight_bits": checkpoint.metadata.get("weight_bits"),  # of an exported model
         "evaluated_with": command_line(config),

@@ -17,6 +17,7 @@ from invformer.runs.run_log import by_branch, read_rows
 if TYPE_CHECKING:  # matplotlib takes most of a second: imported when there is something to draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from PIL.Image import Image
 
 Series = tuple[list[int], list[float]]
 Constants = Mapping[str, float | None]
@@ -109,10 +110,23 @@ def draw_bits_per_character(
 
 def last_constants(curves: Mapping[str, Series]) -> dict[str, Constants]:
     """Estimate, local bound, bound and target of every branch, as last measured."""
-    last = {key: values[-1] for key, (_, values) in curves.items()}
-    target = last.get("lipschitz/target")
-    branches = sorted(by_branch(last).items())
+    return constants_of({key: values[-1] for key, (_, values) in curves.items()})
+
+
+def constants_of(row: Mapping[str, float]) -> dict[str, Constants]:
+    """The same of one row."""
+    branches, target = sorted(by_branch(row).items()), row.get("lipschitz/target")
     return {short(name): {**values, "target": target} for name, values in branches}
+
+
+def picture_of(row: Mapping[str, float]) -> "Image":
+    """:func:`draw_constants` of one row."""
+    from PIL import Image
+
+    constants = constants_of(row)
+    figure = empty_figure(max(6.0, 1.1 * len(constants)), 3.5)
+    draw_constants(figure.subplots(), constants)
+    return Image.open(io.BytesIO(as_png(figure)))
 
 
 def draw_constants(axes: "Axes", constants: Mapping[str, Constants]) -> None:
@@ -122,7 +136,8 @@ def draw_constants(axes: "Axes", constants: Mapping[str, Constants]) -> None:
     """
     width = 0.8 / len(BARS)
     for index, (what, shade) in enumerate(BARS.items()):
-        found = [(i, value) for i, c in enumerate(constants.values()) if (value := c.get(what))]
+        values = enumerate(c.get(what) or 0.0 for c in constants.values())
+        found = [(i, value) for i, value in values if value and math.isfinite(value)]
         if found:
             places, heights = zip(*found, strict=True)
             left = [place + (index - 1.5) * width for place in places]
@@ -167,9 +182,9 @@ def in_words(curves: Mapping[str, Series], sample: str) -> str:
 
 
 def short(name: str) -> str:
-    """``0 attention`` for block_00/attention."""
-    block, _, layer = name.partition("/")
-    return f"{int(block.removeprefix('block_'))} {layer.replace('_', '-')}"
+    """``0 attention`` for block_00/attention; names of other models stay."""
+    match = re.fullmatch(r"block_(\d+)/(\w+)", name)
+    return f"{int(match[1])} {match[2].replace('_', '-')}" if match else name
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

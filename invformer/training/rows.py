@@ -15,6 +15,7 @@ from invformer.errors import CertificateViolation
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.runs.files import replace_file
 from invformer.runs.run_log import Row, by_branch
+from invformer.training.plots import picture_of
 
 # What may be recorded: a scalar by its key, or a vector by the keys of its entries.
 Numbers = dict[str | tuple[str, ...], Tensor | float]
@@ -80,6 +81,8 @@ class Rows(L.Callback):
                 listener(step, rows[step])
             for logger in trainer.loggers:
                 logger.log_metrics(rows[step], step)
+                if isinstance(logger, WandbLogger) and "lipschitz/local_bound" in rows[step]:
+                    logger.log_image("view/constants", [picture_of(rows[step])], step)
         return rows
 
     def send(self, trainer: L.Trainer, before: int | None = None) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs.wandb_records import read_records
 from tests.support.fake_wandb import FakeServer, refused
+from tests.support.processes import python
 from tests.support.small_runs import DROPOUT, difference, options, without_plots
 from tests.support.zygote import Zygote
 
@@ -111,6 +113,34 @@ def test_an_online_run_is_continued_under_its_name(
     assert names_in(server) == first
     assert any("train/nats" in body for body in server.bodies)
     assert_no_secret_in(root / "wandb-online")
+
+
+@pytest.mark.slow
+def test_an_offline_run_that_went_on_and_was_moved_is_uploaded_whole_and_nothing_before(
+    zygote: Zygote, root: Path, serve: Callable[[str], FakeServer], tmp_path: Path
+) -> None:
+    server = serve("ok")
+    (tmp_path / "settings").write_text("[default]\nmode = offline\n")
+    told = environment(server.url) | {"WANDB_CONFIG_DIR": str(tmp_path)}
+    for steps in (5, 10):
+        arguments = options(root, "wandb-moved", f"trainer.max_steps={steps}", model=DROPOUT)
+        words = [*arguments, "logger.name=wandb"]
+        ended = zygote.run(words, before=f"{__name__}:patient", environment=told)
+        assert ended.code == 0, ended.stderr
+    assert not server.bodies  # there is a key, but W&B is set to be offline
+    moved = (root / "wandb-moved").rename(tmp_path / "moved")
+    for number, folder in enumerate(sorted(moved.glob("wandb/offline-run-*"))):
+        server.bodies.clear()
+        key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url, "WANDB_MODE": "online"}
+        synced = python("-m", "wandb", "sync", str(folder), cwd=root, **key)
+        assert synced.returncode == 0, synced.stderr
+        sent = "\n".join(server.bodies)
+        found = read_records(moved, number)
+        assert not found.artifacts
+        assert any("weights.safetensors" in name for name in found.files)
+        assert all(f"/upload/{name} " in sent for name in found.files)
+        assert sent.count("bpc/train") >= 5
+        assert [path for path in (folder / "files").rglob("*") if path.is_symlink()] == []
 
 
 def names_in(server: FakeServer) -> set[str]:

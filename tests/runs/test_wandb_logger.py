@@ -1,5 +1,6 @@
 """Weights & Biases: offline by itself, the right step axis, and never in the way of a run."""
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,19 +21,28 @@ from invformer.runs.wandb_logger import (
     WandbLogger,
     add_to_summary,
     open_wandb,
-    wanted_mode,
+    place_of,
+    read_settings,
 )
 from invformer.training.fit import fit
 from tests.runs.wandb_records import charts, read_records
 from tests.support.small_runs import built, fitted, options, write_text
 
-CONFIG = {"config": {"model": {"d_model": 24, "name": "l2"}}, "command": "python train.py"}
+KEY = "0" * 40
+IN_ROWS = {"bpc/train": "train/bpc", "bpc/val": "val/bpc"}
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may be busy."""
+    monkeypatch.setattr(wandb_logger, "START_SECONDS", 200.0)
 
 
 @pytest.fixture
 def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     wandb.teardown()
@@ -41,8 +51,8 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 
 
 def open_logger(folder: Path, **options: Any) -> Any:
-    options = {"project": "tests", "mode": "auto", "tags": ["x"], "name": "a"} | options
-    return open_wandb(folder, config=CONFIG, **options)
+    names = {"mode": "auto", "asked": {}, "defaults": {"run_tags": ["x"]}}
+    return open_wandb(folder, **(names | options))
 
 
 class FakeRun(SimpleNamespace):
@@ -51,6 +61,7 @@ class FakeRun(SimpleNamespace):
     def __init__(self, folder: Path, **behaviour: Any) -> None:
         quiet = {"log": lambda row: None, "finish": lambda exit_code: None}
         quiet |= {"offline": True, "dir": str(folder / "files"), "id": "x1"}
+        quiet |= dict.fromkeys(("project", "entity", "group", "name"), "a")
         super().__init__(**(quiet | behaviour))
 
 
@@ -70,15 +81,14 @@ def test_without_a_key_the_run_is_offline_and_says_how_to_upload(
     logger.finish(7)
     wandb.teardown()  # as at the end of a program: waits until W&B's own process has written all
     assert logger.run.offline
-    assert logger.online_id is None
+    assert logger.identity["run_id"] is None
     captured = capsys.readouterr()
     assert "wandb sync" in captured.out
     assert captured.err == ""
     found = read_records(tmp_path)
-    logged = [(row[STEP], row["train/bpc"]) for row in found.rows if "train/bpc" in row]
+    logged = [(row[STEP], row["bpc/train"]) for row in found.rows if "bpc/train" in row]
     assert logged == [(0, 2.0), (1, 3.0), (5, 7.0), (3, 5.0)]  # each at its step, in any order
     assert any(key.startswith("sample") for row in found.rows for key in row)
-    assert found.config["config"]["model"] == {"d_model": 24, "name": "l2"}
     assert found.exit_code == 7
 
 
@@ -91,24 +101,27 @@ def test_the_page_of_a_run_shows_the_result_at_a_glance(tmp_path: Path) -> None:
     run = fitted(options(tmp_path, "a", *more))
     wandb.teardown()
     found = read_records(run.directory.path)
-    views = {f"view/{kind}_by_branch" for kind in ("estimate", "local_bound", "bound")}
-    views |= {"view/sample", "view/recovered", "view/certificate", "view/summary"}
+    kinds = ("constants", "sample", "recovered", "certificate", "summary")
+    views = {f"view/{kind}" for kind in kinds}
     assert charts(found) == OVERVIEW | views
     assert len(OVERVIEW | views) <= 20
     names = sorted(set().union(*found.rows))
     first = [name for name in names if not name.startswith("_")][:12]  # a page of wandb leet
     assert set(first) > OVERVIEW
+    assert first[:2] == ["bpc/train", "bpc/val"]
     for row in read_rows(run.directory.metrics):
         same = [r for r in found.rows if r[STEP] == row["step"]]
-        logged = {k.removeprefix("z/"): v for r in same for k, v in r.items()}
+        logged = {IN_ROWS.get(k, k).removeprefix("z/"): v for r in same for k, v in r.items()}
         assert row.items() - {("step", row["step"])} <= {
             (k, v) for k, v in logged.items() if k in row
         }
     assert sum("view/sample/path" in row for row in found.rows) == 2
-    assert found.summary["val/bpc"] == min(r["val/bpc"] for r in found.rows if "val/bpc" in r)
+    assert sum("view/constants/filenames" in row for row in found.rows) == 2
+    assert found.summary["bpc/val"] == min(r["bpc/val"] for r in found.rows if "bpc/val" in r)
+    assert not found.artifacts  # their files would lie outside the folder
+    assert any(name.endswith("/weights.safetensors") for name in found.files)
     assert {"command", "commit", "parameters", "model", "optim"} <= found.config.keys()
     assert found.config["parameters"] == sum(p.numel() for p in run.module.parameters())
-    assert "weights.safetensors" in found.artifacts["model a"]
 
 
 def test_a_violated_certificate_is_an_alert(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,18 +189,26 @@ def test_a_start_that_hangs_online_goes_offline_and_one_that_hangs_offline_goes_
     assert "metrics.jsonl has every row" in capsys.readouterr().err
 
 
-def test_a_resumed_run_has_its_old_name_online_and_a_group_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_is_continued_in_its_own_folder_and_a_copy_begins_another_of_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = Mock(side_effect=[FakeRun(tmp_path), OSError("unreachable"), FakeRun(tmp_path)])
+    start = Mock(return_value=FakeRun(tmp_path, offline=False, url="u"))
     monkeypatch.setattr(wandb_logger, "start", start)
-    for _ in range(2):
-        open_logger(tmp_path, mode="online", run_id="abc")
-    online, _, offline = (call.args[0] for call in start.call_args_list)
-    assert (online["id"], online["resume"]) == ("abc", "allow")
-    assert "group" not in online
-    assert "id" not in offline
-    assert offline["group"] == "a"
+    (tmp_path / "a").mkdir()
+    first = open_logger(tmp_path / "a", mode="online").identity
+    known = first | {"run_group": "family", "base_url": "http://elsewhere"}
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    (tmp_path / "a").rename(tmp_path / "moved")
+    for name, mode in (("moved", "online"), ("copy", "online"), ("moved", "offline")):
+        open_logger(tmp_path / name, mode=mode, earlier=known)
+    moved, copy, offline = (call.args[0] for call in start.call_args_list[1:])
+    assert (moved["run_id"], moved["resume"]) == ("x1", "allow")
+    for other in (copy, offline):
+        assert other["run_id"] != "x1"
+        assert "resume" not in other
+    assert {other["run_group"] for other in (moved, copy, offline)} == {"family"}
+    assert not any("base_url" in other for other in (moved, copy, offline))
+    assert capsys.readouterr().err.count("is a copy of W&B's run x1") == 1
 
 
 def test_a_summary_is_added_to_the_run_that_is_online_and_to_no_new_one(
@@ -197,26 +218,62 @@ def test_a_summary_is_added_to_the_run_that_is_online_and_to_no_new_one(
     start = Mock(return_value=FakeRun(tmp_path, offline=False, summary=summary))
     monkeypatch.setattr(wandb_logger, "start", start)
     values = {"evaluation/val_bpc": 2.0, "evaluation/bound": float("inf")}
+    known = {"run_id": "abc", "project": "p", "entity": None}
+    identity = known | {"folder": place_of(tmp_path)}
     for mode in ("offline", "online"):
-        monkeypatch.setattr(wandb_logger, "wanted_mode", lambda _, mode=mode: mode)
-        add_to_summary(tmp_path, values, id="abc", project="p", entity=None)
+        monkeypatch.setattr(wandb_logger, "read_settings", lambda mode=mode: {"mode": mode})
+        add_to_summary(tmp_path, values, identity)
+        add_to_summary(tmp_path, values, known | {"folder": "of another"})
     ((options,), _) = start.call_args_list[0]
     assert start.call_count == 1
-    assert (options["id"], options["resume"], options["mode"]) == ("abc", "must", "online")
+    assert (options["run_id"], options["resume"], options["mode"]) == ("abc", "must", "online")
     assert summary == {"evaluation/val_bpc": 2.0}
     start.side_effect = ZeroDivisionError
-    add_to_summary(tmp_path, values, id="abc")
+    add_to_summary(tmp_path, values, identity)
     assert "the summary of the run stays as it is" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_no_settings")
-def test_a_key_in_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert wandb_logger.has_api_key()
-    for told, mode in (("", "online"), ("offline", "offline"), ("disabled", "disabled")):
-        monkeypatch.setenv("WANDB_MODE", told)
-        assert wanted_mode("auto") == mode
-        assert wanted_mode("online") == "online"
+@pytest.mark.parametrize(
+    ("files", "environment", "asked", "expected"),
+    [
+        ("", {}, {}, {"mode": "online", "project": "invformer", "run_name": "a"}),
+        ("mode = offline", {}, {}, {"mode": "offline"}),
+        ("mode = offline", {}, {"mode": "online"}, {"mode": "online"}),
+        ("mode = disabled", {}, {}, None),
+        ("", {"WANDB_DISABLED": "true"}, {}, None),
+        ("", {"WANDB_MODE": "disabled"}, {}, None),
+        ("", {"WANDB_MODE": "dryrun"}, {}, {"mode": "offline"}),
+        ("", {"WANDB_API_KEY": "too-short"}, {}, {"mode": "offline"}),
+        ("project = p\nentity = e", {}, {}, {"project": None, "entity": None}),
+        ("project = p", {"WANDB_PROJECT": "q"}, {"project": "r"}, {"project": "r"}),
+        ("", {"WANDB_TAGS": "a,b", "WANDB_RUN_GROUP": "g"}, {}, {"run_tags": None}),
+        ("", {"WANDB_NAME": "n", "WANDB_NOTES": "why"}, {}, {"run_name": None, "run_notes": None}),
+        ("", {"WANDB_NAME": "n"}, {"run_name": "typed"}, {"run_name": "typed"}),
+        ("", {"WANDB_DIR": "hers"}, {}, {"root_dir": None}),
+        ("", {"WANDB_RUN_ID": "i", "WANDB_RESUME": "allow"}, {}, {"run_id": None, "resume": None}),
+    ],
+)
+def test_what_was_typed_comes_before_wandbs_own_settings_and_these_before_our_defaults(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: str,
+    environment: dict[str, str],
+    asked: dict[str, Any],
+    expected: dict[str, Any] | None,
+) -> None:
+    """None stands for what is left to W&B."""
+    for name, value in {"WANDB_API_KEY": KEY, **environment}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("a", "wandb", "hers"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "wandb" / "settings").write_text(f"[default]\n{files}\n")
+    start = Mock(return_value=FakeRun(tmp_path))
+    monkeypatch.setattr(wandb_logger, "start", start)
+    open_logger(tmp_path / "a", mode=asked.pop("mode", "auto"), asked=asked)
+    assert start.called == (expected is not None)
+    for key, value in (expected or {}).items():
+        assert start.call_args.args[0].get(key) == value
 
 
 @pytest.mark.usefixtures("_no_settings")
@@ -224,12 +281,12 @@ def test_a_key_in_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_key_that_wandb_login_keeps_is_found(
     monkeypatch: pytest.MonkeyPatch, server: str | None
 ) -> None:
-    assert not wandb_logger.has_api_key()
+    assert read_settings()["mode"] == "offline"
     if server is not None:
         monkeypatch.setenv("WANDB_BASE_URL", server)
-        wandb.teardown()
-    write_netrc_auth(host=server or wandb.Settings().base_url, api_key="0" * 40)
-    assert wandb_logger.has_api_key()
+    write_netrc_auth(host=server or wandb.Settings().base_url, api_key=KEY)
+    wandb.teardown()
+    assert read_settings()["mode"] == "online"
     monkeypatch.setenv("WANDB_BASE_URL", "https://another.example.org")
     wandb.teardown()
-    assert not wandb_logger.has_api_key()
+    assert read_settings()["mode"] == "offline"

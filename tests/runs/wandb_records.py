@@ -39,14 +39,15 @@ class Records:
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     hidden: list[str] = field(default_factory=list)  # names and globs of metrics without charts
-    artifacts: dict[str, list[str]] = field(default_factory=dict)  # the files of each
+    files: set[str] = field(default_factory=set)  # below the offline run's ``files``
+    artifacts: list[str] = field(default_factory=list)
     alerts: list[str] = field(default_factory=list)
     exit_code: int | None = None
 
 
-def read_records(folder: Path) -> Records:
-    """The records of the only offline run below a folder."""
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+def read_records(folder: Path, number: int = 0) -> Records:
+    """The records of the offline run of this number below a folder."""
+    path = sorted(folder.glob("wandb/offline-run-*/*.wandb"))[number]
     found = Records()
     for payload in payloads(path):
         record = wandb_internal_pb2.Record()
@@ -63,8 +64,9 @@ def read_records(folder: Path) -> Records:
             case "metric" if record.metric.options.hidden:
                 found.hidden.append(record.metric.name or record.metric.glob_name)
             case "artifact":
-                files = [entry.path for entry in record.artifact.manifest.contents]
-                found.artifacts[f"{record.artifact.type} {record.artifact.name}"] = files
+                found.artifacts.append(record.artifact.name)
+            case "files":
+                found.files |= {file.path for file in record.files.files}
             case "alert":
                 found.alerts.append(record.alert.title)
             case "exit":

@@ -23,7 +23,9 @@ class FakeServer:
                     server.closed.wait(60)
                     return
                 fails = behaviour == "fails"
-                content = b"" if fails else json.dumps({"data": answer_to(body)}).encode()
+                content = (
+                    b"" if fails else json.dumps({"data": answer_to(body, server.url)}).encode()
+                )
                 self.send_response(500 if fails else 200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
@@ -50,7 +52,7 @@ class FakeServer:
         self._thread.join()
 
 
-def answer_to(body: str) -> dict[str, Any]:
+def answer_to(body: str, url: str) -> dict[str, Any]:
     """What W&B's server would say, as far as the client insists on it."""
     if "upsertBucket" in body:
         name = json.loads(body)["variables"]["name"]
@@ -58,7 +60,9 @@ def answer_to(body: str) -> dict[str, Any]:
         bucket = {"id": name, "name": name, "displayName": name, "config": "{}", "project": project}
         return {"upsertBucket": {"bucket": {**bucket, "historyLineCount": 0}, "inserted": True}}
     if "createRunFiles" in body:
-        return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
+        names = json.loads(body)["variables"]["files"]
+        files = [{"name": name, "uploadUrl": f"{url}/upload/{name}"} for name in names]
+        return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}
     return {}
 
 
