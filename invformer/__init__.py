@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from invformer import nn as layers
-    from invformer.evaluation.likelihood import BitsPerCharacter
+    from invformer.evaluation.bits_per_character import BitsPerCharacter
     from invformer.lipschitz.submodules import local_constants
     from invformer.model import load
     from invformer.nn.proof import certify
@@ -23,7 +23,7 @@ __all__ = [
     "local_constants",
 ]  # fmt: skip
 PLACES = {
-    "BitsPerCharacter": "evaluation.likelihood",
+    "BitsPerCharacter": "evaluation.bits_per_character",
     "LipschitzMonitor": "training.monitor",
     "certify": "nn.proof",
     "layers": "nn",

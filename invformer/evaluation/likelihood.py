@@ -4,13 +4,11 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import Metric
 
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
@@ -33,34 +31,6 @@ class Likelihood:
         return self.bpc * LN2
 
 
-class BitsPerCharacter(Metric):
-    """Σ −log₂ p / (number of characters), for any code length in nats.
-
-    The sums are kept in float64 and int64, whatever the precision of the model: float32, as in
-    torchmetrics' ``Perplexity``, drifts by 4e-5 over a million characters. Processes are added up
-    by :meth:`compute`, which is exact to rounding.
-    """
-
-    is_differentiable, higher_is_better, full_state_update = False, False, False
-    nats: Tensor
-    count: Tensor
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        zero = torch.zeros((), dtype=torch.float64)
-        self.add_state("nats", zero, dist_reduce_fx="sum")
-        self.add_state("count", zero.long(), dist_reduce_fx="sum")
-
-    def update(self, nats: Tensor | float, count: Tensor | int) -> None:
-        """Add characters: Σ −ln p of them, and how many there are. Nothing waits for the device."""
-        self.nats = self.nats.double() + nats  # double: module.to(bfloat16) casts it
-        self.count = self.count + count
-
-    def compute(self) -> Tensor:
-        """Bits per character, a float64 scalar; NaN without characters."""
-        return self.nats / self.count / LN2
-
-
 def window_nats(
     logits: Float[Tensor, "batch tokens vocab"],
     targets: Integer[Tensor, "batch tokens"],
@@ -78,6 +48,9 @@ def score(model: CharTransformer, windows: Iterable[Window], device: torch.devic
 
     They score every character once, except the first, which no context predicts: it costs ln V.
     """
+    # torchmetrics takes a second, and programs that score nothing import this module
+    from invformer.evaluation.bits_per_character import BitsPerCharacter
+
     metric = BitsPerCharacter().to(device)
     metric.update(math.log(model.head.out_features), 1)
     start = time.perf_counter()

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.errors import NonFiniteError
-from invformer.evaluation.likelihood import LN2, BitsPerCharacter, window_nats
+from invformer.evaluation.bits_per_character import BitsPerCharacter
+from invformer.evaluation.likelihood import LN2, window_nats
 from invformer.kernels.cuda_graph import Replayed, with_gradients
 from invformer.nn.stack import FoldedStackWeights, InvertibleStack
 from invformer.nn.transformer import CharTransformer

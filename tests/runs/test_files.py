@@ -54,7 +54,7 @@ def test_wandb_writes_nothing_through_a_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "wandb").symlink_to(tmp_path)
-    assert open_wandb(tmp_path, name="a", config={}, project="p", mode="offline") is None
+    assert open_wandb(tmp_path, mode="offline", asked={}, defaults={}) is None
     assert "wandb: a link, which is not followed; going without W&B" in capsys.readouterr().err
 
 
