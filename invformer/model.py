@@ -36,7 +36,12 @@ from invformer.nn.coupling import CouplingStack
 from invformer.nn.proof import certify
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
-from invformer.proofs.prefix_margins import MarginEvidence, as_double, prefix_margins
+from invformer.proofs.prefix_margins import (
+    MarginEvidence,
+    Networks,
+    as_double,
+    prefix_margins,
+)
 from invformer.runs.files import replace_file
 from invformer.runs.machine import pick_device
 
@@ -222,10 +227,11 @@ class TrainedModel:
             nearest[start] = network.embedding.nearest_tokens(preimages[start][0])
             if has_inverse:
                 tell(start)
+        networks = Networks(network, network.seq_len)
         for start, window in windows.items() if prove else ():
             rows = slice(start, start + network.seq_len)
             of_rows = {name: bound[rows] for name, bound in known.items()}
-            given = network, nearest[start], window
+            given = networks, nearest[start], window
             evidence = prefix_margins(*given, fit=True, watch=partial(tell, start), **of_rows)
             if evidence.unproven:
                 tell(start, evidence)

@@ -1,12 +1,13 @@
 """Residual branches in enclosures of real numbers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from invformer.branches.nearby import UP, Rows, U, length, of_sum
 from invformer.numerics.enclosure import Enclosure, Matrix, constant
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.pairs import Pair
@@ -50,6 +51,11 @@ class EnclosedBranch:
         """
         raise NotImplementedError
 
+    # As :meth:`inner` for :class:`.Rows`, with the length of the rows that V multiplies; None if
+    # only enclosures are known. Lengths are measured after division by ``units``, (inner,).
+    nearby: Callable[..., tuple[Rows, Tensor, Any]] | None = None
+    units: Tensor | None = None
+
 
 class EnclosedAttention(EnclosedBranch):
     """Σ_h (Σ_j P_ij v_j) G_h. Rows see the text before them, and themselves or a null token."""
@@ -64,6 +70,7 @@ class EnclosedAttention(EnclosedBranch):
             raise NotEnclosed("tokens see later ones, so that a beginning has no states of its own")
         super().__init__(reads, output)
         self.bias = weight(position(length)).middle
+        self.largest_bias = self.bias.masked_fill(self.bias.isneginf(), 0).abs().amax()
 
     def attended(
         self,
@@ -101,6 +108,45 @@ class EnclosedAttention(EnclosedBranch):
             total = total + own[1].with_one() * weights[..., count:]
         means = total[..., :-1] / total[..., -1:]
         return (means + constant(origin)).map(merge_heads)
+
+    def attended_nearby(
+        self,
+        logits: Tensor,
+        error: Tensor,
+        values: Rows,
+        own: tuple[Tensor, Rows] | None,
+        places: Tensor,
+        origin: Tensor,
+    ) -> tuple[Rows, Tensor]:
+        """As :meth:`attended`, with the logits' largest error and size, (2, H, rows).
+
+        P moves by a factor of at most e^{2δ} if scores move by δ. ``logits`` are overwritten.
+        """
+        count = logits.shape[-1]
+        bias = self.bias[:, places, :count].masked_fill(
+            torch.arange(count, device=places.device) >= places[:, None] + (own is None), -math.inf
+        )
+        scores = logits.add_(bias)
+        highest = scores.amax(-1, keepdim=True)
+        of_self = highest
+        if own is not None:
+            of_self = own[0] + self.bias[:, places, places, None]
+            highest = torch.maximum(highest, of_self)
+        weights = scores.sub_(highest).exp_()
+        total, means = weights.sum(-1, keepdim=True), weights @ values.value
+        longest, moved = length(values.value).amax(-1, keepdim=True), values.error.amax()
+        if own is not None:
+            weight = (of_self - highest).exp()
+            total, means = total + weight, torch.addcmul(means, weight, own[1].value)
+            longest = torch.maximum(longest, length(own[1].value))
+            moved = torch.maximum(moved, own[1].error)
+        delta, size = error
+        delta = 2 * delta + 16 * U * (size + self.largest_bias) + of_sum(count + 16)
+        of_heads = (delta.expm1() + of_sum(count + 16)) * longest + moved
+        value = merge_heads((means / total).add_(origin))
+        size = length(value)
+        rounding = 4 * U * (size + length(origin.flatten()))
+        return Rows(value, torch.linalg.vector_norm(of_heads, dim=0) * UP + rounding), size
 
 
 class EnclosedDotProducts(EnclosedAttention):

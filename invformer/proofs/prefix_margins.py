@@ -15,7 +15,7 @@ that its forward pass multiplies by.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -27,9 +27,12 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.precision import changed, without_autocast
 from invformer.proofs.enclosed_network import Network
+from invformer.proofs.nearby_network import NearbyNetwork
 
 # Symbols that are pushed up at once: their activations stay in a processor's cache.
 ROWS = 256
+# Symbols whose distances are known before those near the least one are bounded accurately.
+CANDIDATES = 16 * ROWS
 # How many times an arithmetic error goes into a margin, or numbers get more digits.
 ENOUGH = 16
 
@@ -40,7 +43,8 @@ class MarginEvidence:
 
     # Proven lower bound on m_i, arithmetic error included.
     margin: Float[Tensor, "*sequences tokens"]
-    # Largest bound on the error of a computed state of this position, ‖·‖₂.
+    # Largest bound on the error of a computed state of this position, ‖·‖₂, among those that may
+    # be nearest to the text's or fit.
     arithmetic_error: Float[Tensor, "*sequences tokens"]
     # Proven upper bound on δ_i, the distance of the text's exact states from those given.
     distance: Float[Tensor, "*sequences tokens"]
@@ -60,9 +64,22 @@ class MarginEvidence:
 Watch = Callable[[MarginEvidence], object]
 
 
+class Networks:
+    """A model as proofs compute it, for texts of up to ``length`` tokens; its weights stay."""
+
+    def __init__(self, model: CharTransformer, length: int) -> None:
+        self.in_enclosures = cache(partial(Network, model, length))  # by whether it is accurate
+
+    @cached_property
+    def nearby(self) -> NearbyNetwork | None:
+        """The fast one, or None if a branch has no formulas for it."""
+        network = self.in_enclosures(False)
+        return NearbyNetwork(network) if NearbyNetwork.is_possible(network) else None
+
+
 @torch.no_grad()
 def prefix_margins(
-    model: CharTransformer,
+    model: CharTransformer | Networks,
     tokens: Integer[Tensor, "sequences tokens"],
     states: Float[Tensor, "sequences tokens width"],
     unknown: int | None = 0,
@@ -74,12 +91,14 @@ def prefix_margins(
 ) -> MarginEvidence:
     """Prove a text by the states at the top of a stack.
 
-    Cost: a forward pass of every symbol at every position, about four times in float64; where its
-    arithmetic error is more than a small part of the margin, again in sums of two float64, which
-    takes four times as long.
+    Cost: a forward pass of every symbol at every position in float64. Symbols that may be nearest
+    are bounded again, number by number; all are if there are no formulas for whole rows, which
+    takes three times as long. Where the arithmetic error is more than a small part of the margin,
+    numbers are sums of two float64, which takes four times as long again.
 
     Args:
-        model: any model; where its rounding is not bounded, nothing is proven.
+        model: any model; where its rounding is not bounded, nothing is proven. For many texts its
+            :class:`Networks`, which are built once then.
         tokens: the text, as decoded from the states.
         states: the states at the top of the stack, in front of its LayerNorm, in any precision.
         unknown: the symbol that stands for every character outside the vocabulary.
@@ -102,7 +121,9 @@ def prefix_margins(
     precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     try:
         with changed(*precision, "highest"), without_autocast(tokens.device):
-            networks = cache(partial(Network, model, tokens.shape[-1]))
+            networks = model
+            if not isinstance(networks, Networks):
+                networks = Networks(networks, tokens.shape[-1])
             given = zip(tokens, states, entries, lengths, strict=True)
             options = fit, is_known, unknown, watch
             texts = [evidence_of(networks, *text, *options) for text in given]
@@ -120,7 +141,7 @@ def as_double(bound: Tensor | float, like: Tensor) -> Tensor:
 
 
 def evidence_of(
-    networks: Callable[[bool], Network],
+    networks: Networks,
     tokens: Integer[Tensor, "tokens"],
     states: Float[Tensor, "tokens width"],
     entries: Float[Tensor, "tokens width"],
@@ -132,28 +153,53 @@ def evidence_of(
 ) -> tuple[Any, ...]:
     """The tensors of :class:`MarginEvidence` about one text.
 
-    ``networks`` has the network in float64, and the accurate one, which is used at positions where
-    an error is more than a sixteenth of its margin.
+    The accurate network is used at positions where an error is more than a sixteenth of its margin.
     """
-    num_symbols, device = len(networks(False).symbols.middle), tokens.device
+    num_symbols, device = len(networks.in_enclosures(False).symbols.middle), tokens.device
     everywhere, symbols = (torch.arange(n, device=device) for n in (len(tokens), num_symbols))
-    pushed: dict[bool, tuple[Enclosure, list[Any]]] = {}  # the text's states, and what is kept
+    # The text's states by each network, and what is kept of them.
+    pushed: dict[Any, tuple[Any, list[Any]]] = {}
+    nearby = networks.nearby
+    at_once = ROWS if nearby is None else CANDIDATES
+
+    def text(network: Any) -> tuple[Any, list[Any]]:
+        if network not in pushed:
+            pushed[network] = network(tokens, everywhere, None)
+        return pushed[network]
 
     def at(places: Tensor, accurate: bool) -> tuple[Tensor, ...]:
         """Margin, error, distance, and whether no other symbol may have a state as given."""
-        nonlocal tokens, pushed
-        network = networks(accurate)
+        nonlocal tokens, nearby, at_once
+        network = networks.in_enclosures(accurate)
         while True:  # a symbol that is replaced may change what fits best after it
-            if accurate not in pushed:
-                pushed[accurate] = network(tokens, everywhere, None)
-            own, past = pushed[accurate]
-            compared = compare(network, past, own, states, entries, lengths, places)
-            margin, error, excess, off = compared.unbind()
-            best = off.argmin(-1)
-            if not fit or torch.equal(best, tokens[places]):
+            own, past = text(network)
+            given = own, states, entries, lengths
+            where = torch.stack(torch.meshgrid(places, symbols, indexing="ij")).flatten(1)
+            is_own = tokens[places, None] == symbols
+            if nearby is None:
+                compared = compare(network, past, *given, *where).unflatten(-1, is_own.shape)
+            else:
+                compared = compare(nearby, text(nearby)[1], *given, *where)
+                compared = compared.unflatten(-1, is_own.shape)
+                margin, error, excess, _ = compared
+                least = (margin + 2 * error).masked_fill(is_own, math.inf).amin(-1, keepdim=True)
+                near = ~((margin > least) & (excess > 0))  # or NaN
+                if near.double().mean() > 0.5:
+                    nearby, at_once = None, ROWS
+                error.zero_()
+                compared[:3, near] = compare(network, past, *given, *where[:, near.flatten()])[:3]
+            best = compared[3].argmin(-1)
+            wrong = best != tokens[places]
+            if not (fit and wrong.any()):
                 break
-            tokens, pushed = tokens.index_copy(0, places, best), {}
-        is_own = tokens[places, None] == symbols
+            at_once = ROWS
+            if fits := int(wrong.int().argmax()):
+                places, is_own, compared = places[:fits], is_own[:fits], compared[:, :fits]
+                break
+            places = places[: max(1, ROWS // num_symbols)]
+            tokens = tokens.index_copy(0, places, best[: len(places)])
+            pushed.clear()
+        margin, error, excess, _ = compared
         margin = margin.masked_fill(is_own, math.inf)
         if not (accurate or bool((ENOUGH * error <= margin).all())):
             return at(places, accurate=True)
@@ -163,35 +209,36 @@ def evidence_of(
 
     found: list[tuple[Tensor, ...]] = []
     evidence: tuple[Any, ...] = ()
-    for places in everywhere.split(max(1, ROWS // num_symbols)):
+    while (first := sum(len(each[0]) for each in found)) < len(tokens):
+        places = everywhere[first : first + max(1, at_once // num_symbols)]
         found.append(at(places, accurate=False))
         margin, error, distance, alone = map(torch.cat, zip(*found, strict=True))
         told_apart = alone if is_known else (2 * distance < margin) & margin.isfinite()
-        text = tokens[: len(margin)]
-        proven = told_apart.cumprod(-1).bool() & (text != unknown)
-        evidence = margin, error, distance, (margin - distance).cummin(0).values, proven, text
+        beginning = tokens[: len(margin)]
+        proven = told_apart.cumprod(-1).bool() & (beginning != unknown)
+        evidence = margin, error, distance, (margin - distance).cummin(0).values, proven, beginning
         watch(MarginEvidence(*evidence))
     return evidence
 
 
 def compare(
-    network: Network,
+    network: Network | NearbyNetwork,
     past: list[Any],
     own: Enclosure,
     states: Float[Tensor, "tokens width"],
     entries: Float[Tensor, "tokens width"],
     lengths: Float[Tensor, "tokens"],
-    places: Integer[Tensor, "places"],
-) -> Float[Tensor, "4 places symbols"]:
-    """Every symbol at some places: its state beside that of the text, and beside that given.
+    places: Integer[Tensor, "rows"],
+    symbols: Integer[Tensor, "rows"],
+) -> Float[Tensor, "4 rows"]:
+    """Symbols at some places: the state of each beside that of the text, and beside that given.
 
     A lower bound on the first distance, the error in it, a lower bound on how much farther than
     ``entries`` or ``lengths`` allow it is from the state given, and the same by midpoints, which
     chooses symbols and proves nothing.
     """
-    num_symbols, found = len(network.symbols.middle), []
-    for rows in torch.arange(len(places) * num_symbols, device=places.device).split(ROWS):
-        at, symbol = places[rows // num_symbols], rows % num_symbols
+    found = []
+    for at, symbol in zip(places.split(ROWS), symbols.split(ROWS), strict=True):
         state, _ = network(symbol, at, past)
         margin, error = (state - own[at]).single().norm_at_least()
         off = (state - constant(states[at])).single()
@@ -202,4 +249,4 @@ def compare(
             for each in (off, off.exact())
         ]
         found.append(torch.stack([margin, error, *excess]))
-    return torch.cat(found, -1).unflatten(-1, (-1, num_symbols))
+    return torch.cat(found, -1)

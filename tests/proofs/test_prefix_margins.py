@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from invformer.branches.feed_forward import enclosed as enclosed_feed_forward
 from invformer.branches.feed_forward.activations import ACTIVATIONS, activation_slope
 from invformer.branches.feed_forward.enclosed import activate
+from invformer.branches.nearby import Rows
 from invformer.nn import (
     ActivationNorm,
     ContractiveL2Attention,
@@ -31,8 +32,9 @@ from invformer.numerics.pairs import Pair, paired
 from invformer.numerics.precision import denormals_flushed
 from invformer.proofs import prefix_margins as prefix_module
 from invformer.proofs.enclosed_network import Network
-from invformer.proofs.prefix_margins import MarginEvidence, prefix_margins
-from invformer.weights.position_bias import VisibilityMask
+from invformer.proofs.nearby_network import NearbyNetwork
+from invformer.proofs.prefix_margins import MarginEvidence, Networks, prefix_margins
+from invformer.weights.position_bias import RelativePositionBias, VisibilityMask
 from tests.support.builders import (
     SEQ_LEN,
     VOCAB,
@@ -198,6 +200,93 @@ def test_enclosures_of_states_contain_those_in_200_bits(
             for middle, low, radius, value in zip(*parts, true.flatten(), strict=True):
                 assert abs(value - arb(middle) - arb(low)) <= arb(radius)
         assert own.radius.max() < (1e-17 if accurate else 1e-8)
+
+
+BY_ROWS = {
+    **{name: MODELS[name] for name in ("l2", "l2 with channel scales", "l2, causal certificate")},
+    "kernel 3": lambda: contractive_model(0.9, "causal", kernel=3, scaled=True),
+}
+
+
+@pytest.mark.parametrize("size", [1.0, 8.0])
+@pytest.mark.parametrize("name", BY_ROWS)
+@torch.no_grad()
+def test_states_by_rows_are_as_near_to_exact_ones_as_they_say(name: str, size: float) -> None:
+    model = ready(BY_ROWS[name]).double()
+    model.embedding.token.weight *= size
+    for _, layer in model.stack.residual_layers():
+        if layer.scaling is not None:
+            layer.scaling.log_scale += torch.randn_like(layer.scaling.log_scale)
+        if isinstance(position := getattr(layer.branch, "position", None), RelativePositionBias):
+            position.table += size * torch.randn_like(position.table)
+    tokens = random_tokens(1)[0]
+    places, rows = torch.arange(SEQ_LEN), torch.arange(SEQ_LEN * VOCAB)
+    nearby, accurate = NearbyNetwork(Network(model, SEQ_LEN, False)), Network(model, SEQ_LEN, True)
+    (own, kept), (true, past) = (f(tokens, places, None) for f in (nearby, accurate))
+    pushed = [(own, true)]
+    at = rows % VOCAB, rows // VOCAB
+    pushed.append((nearby(*at, kept)[0], accurate(*at, past)[0]))
+    for found, exact in pushed:
+        exact = paired(exact)
+        apart = (found.value - exact.middle - exact.low).norm(dim=-1)
+        assert (apart <= found.error + exact.radius.double().norm(dim=-1)).all()
+        assert size > 1 or (found.error < 1e-3 * found.value.norm(dim=-1)).all()
+    # A wrong past, or a wrong symbol, is not within the error.
+    assert (nearby(*at, kept)[0].value[:VOCAB] - own.value[0]).norm(dim=-1).amax() > 1e-3
+
+
+def off_by(error: float, x: Tensor, units: Tensor | float) -> Rows:
+    """Exact rows whose distance from x is ``error`` in these units, in some of the entries."""
+    off = torch.randn_like(x) * torch.rand(x.shape[-1]).round()
+    return Rows(x + error * units * off / off.norm(dim=-1, keepdim=True), 0 * x[..., 0])
+
+
+@pytest.mark.parametrize("error", [1e-9, 1e-2, 1.0])
+@pytest.mark.parametrize("name", BY_ROWS)
+@torch.no_grad()
+def test_rows_within_their_errors_stay_within_them_through_a_branch(
+    name: str, error: float
+) -> None:
+    largest, everywhere = 0.0, torch.arange(SEQ_LEN)
+    at = torch.tensor([3, 3, 7, SEQ_LEN - 1])
+    for step in Network(ready(BY_ROWS[name]).double(), SEQ_LEN, False).steps:
+        branch = step.branch
+        assert branch.nearby is not None
+        units: Any = 1.0 if branch.units is None else branch.units
+        z = [torch.randn(SEQ_LEN, w.middle.shape[-1]) * units for w in branch.reads]
+        rows = [torch.randn(4, t.shape[-1]) * units for t in z[: branch.num_reads]]
+        known = [[Rows(t, 0 * t[:, 0] + error) for t in part] for part in (z, rows)]
+        text, _, kept = branch.nearby(known[0], everywhere, None)
+        found, _, _ = branch.nearby(known[1], at, kept)
+        for _ in range(50):
+            moved = [[off_by(error, t, units) for t in part] for part in (z, rows)]
+            of_text, _, past = branch.nearby(moved[0], everywhere, None)
+            of_rows, _, _ = branch.nearby(moved[1], at, past)
+            for one, other in ((text, of_text), (found, of_rows)):
+                apart = ((one.value - other.value) / units).norm(dim=-1)
+                assert (apart <= one.error + 1e-13).all()
+                largest = max(largest, (apart / one.error).max().item())
+    assert largest > 0.02
+
+
+@torch.no_grad()
+def test_margins_are_the_same_if_every_number_of_every_symbol_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = ready(MODELS["l2 with channel scales"])
+    tokens = random_tokens(2)
+    states = model.stack(model.embedding(tokens))
+    networks = Networks(model, SEQ_LEN)
+    assert networks.nearby is not None
+    for fit, within in ((False, None), (True, 0.3)):
+        options: dict[str, Any] = {"fit": fit, "states_within": within}
+        fast = prefix_margins(networks, tokens, states, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(NearbyNetwork, "is_possible", staticmethod(lambda network: False))
+            slow = prefix_margins(model, tokens, states, **options)
+        assert torch.allclose(fast.margin, slow.margin, rtol=1e-6)
+        assert torch.equal(fast.proven, slow.proven)
+        assert torch.equal(fast.tokens, slow.tokens)
 
 
 @pytest.mark.parametrize("relative", [1e-6, 1e-2])

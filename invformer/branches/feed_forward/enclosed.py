@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from invformer.branches.enclosed import EnclosedBranch, weight
 from invformer.branches.feed_forward.activations import ACTIVATIONS, Activation, activation_slope
+from invformer.branches.nearby import UP, Rows, U, length
 from invformer.numerics.enclosure import Enclosure, constant, outward, size
 from invformer.numerics.pairs import Pair, paired
 from invformer.numerics.token_shift import delay
@@ -33,6 +34,11 @@ class EnclosedFeedForward(EnclosedBranch):
         super().__init__(list(w_in.split(output.shape[-1], dim=-2)), output)
         self.b_in, self.has_bias = weight(b_in), len(output) > len(b_in)
         self.activation: Activation = activation
+        # In which W and V are about as long for every hidden unit; powers of two.
+        w, v = (x.middle for x in (self.weights[0], self.weights[-1]))
+        balance = w.square().sum(0) / v[: w.shape[-1]].square().sum(-1)
+        exponent = (balance.log2() / 4).round().clamp(-64, 64).nan_to_num(0)
+        self.units = nn.functional.pad(exponent.exp2(), (0, self.has_bias), value=1.0)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """φ, and x_{i−l} W_l of every l ≥ 1."""
@@ -41,6 +47,27 @@ class EnclosedFeedForward(EnclosedBranch):
         hidden = sum((part[places] for part in past), start=z[0] + self.b_in)
         found = activate(hidden, self.activation)
         return found.with_one() if self.has_bias else found, past
+
+    def nearby(self, z: list[Rows], places: Tensor, past: Any) -> tuple[Rows, Tensor, Any]:
+        """As :meth:`.EnclosedBranch.nearby`, by |φ(h)| ≤ |h| and sup |φ′|."""
+        if past is None:
+            past = [
+                Rows(delay(part.value, lag), delay(part.error[:, None], lag).squeeze(-1))
+                for lag, part in enumerate(z[1:], 1)
+            ]
+        assert self.units is not None
+        inverse = 1 / self.units[: z[0].value.shape[-1]]
+        hidden, error, size = z[0].value, z[0].error, z[0].error
+        for part in (Rows(self.b_in.middle, torch.zeros_like(error[:1])), *past):
+            rows = slice(None) if part.value.ndim == 1 else places
+            hidden = hidden + part.value[rows]
+            size = length(hidden * inverse)
+            error = error + part.error[rows] + U * size
+        value = ACTIVATIONS[self.activation](hidden)
+        error = (SLOPE[self.activation] * error + ACTIVATION_ERROR * size) * UP
+        if self.has_bias:
+            value, size = nn.functional.pad(value, (0, 1), value=1.0), size + 1
+        return Rows(value, error), size, past
 
 
 def activate(x: Enclosure, activation: Activation) -> Enclosure:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from invformer.branches.enclosed import EnclosedAttention
 from invformer.branches.heads import InputMaps, OutputMaps
+from invformer.branches.nearby import UP, Rows, U, of_sum
 from invformer.numerics import enclosure
 from invformer.numerics.enclosure import Enclosure, Matrix, constant, length_up, outward
 from invformer.numerics.l2_attention import merge_heads, split_heads
@@ -44,6 +45,27 @@ class EnclosedL2Attention(EnclosedAttention):
         logits = replace(behind, radius=outward(behind.radius + spread))
         own = logits[..., :1] * constant(behind.middle.new_zeros(())), q
         return self.attended(logits, keys, own, places, origin), past or (q, origin)
+
+    def nearby(self, z: list[Rows], places: Tensor, past: Any) -> tuple[Rows, Tensor, Any]:
+        """As :meth:`.EnclosedBranch.nearby`: ‖q − k‖² moves by at most e (2 ‖q − k‖ + e)."""
+        q = split_heads(z[0].value, self.num_heads)  # (H, rows, d)
+        origin = q.mean(-2, keepdim=True) if past is None else past[1]
+        q = q - origin
+        squares = torch.linalg.vecdot(q, q)
+        near = Rows(q, z[0].error + U * squares.sum(0).sqrt() * UP)
+        keys = (near if past is None else past[0]).up_to(int(places.max()) + 1)
+        root = q.shape[-1] ** -0.5
+        theirs = torch.linalg.vecdot(keys.value, keys.value)
+        logits = (q * (2 * root)) @ keys.value.mT
+        logits.sub_(theirs.unsqueeze(-2) * root).sub_(squares.unsqueeze(-1) * root)
+        far = (squares.sqrt() + theirs.amax(-1, keepdim=True).sqrt()) * UP  # ≥ ‖q_i − q_j‖
+        size = root * far.square() * UP
+        moved = near.error + keys.error.amax()
+        error = moved * (2 * far + moved) * root * UP + 4 * of_sum(q.shape[-1]) * size
+        own = torch.zeros_like(logits[..., :1]), near
+        both = torch.stack([error, size])
+        value, length = self.attended_nearby(logits, both, keys, own, places, origin)
+        return value, length, past or (near, origin)
 
 
 def squares(q: Enclosure) -> Enclosure:

@@ -1,0 +1,78 @@
+"""The stack of a model in rows of plain float64 with one bound on the error of each."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Integer
+from torch import Tensor, nn
+
+from invformer.branches.nearby import UP, Map, Rows, U, length, of_sum
+from invformer.numerics.spectral_norm import spectral_norm_bound
+from invformer.proofs.enclosed_network import Network
+
+
+class NearbyNetwork:
+    """The states of a :class:`.Network` for about the work of a forward pass, less accurately.
+
+    An error of a branch's inner numbers, of length e, is at most e ‖V A⁻¹ A′‖₂ where a later branch
+    reads A′ x + B′. What sums of channels round is kept channel by channel.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.symbols, self.positions = network.symbols.middle, network.positions.middle
+        self.padding, self.branches = network.padding, [step.branch for step in network.steps]
+        views = [*network.steps, network.top]
+        self.factors = torch.stack([view.factor.middle for view in views])
+        self.shifts = torch.stack([view.shift.middle for view in views])
+        radii = torch.stack([view.shift.radius for view in views])
+        self.of_shifts = 8 * U * length(self.shifts) + length(radii.double())
+        self.reads = [[Map(w.middle, b.units) for w in b.reads] for b in self.branches]
+        # V A⁻¹, and the norms of (units V) A⁻¹ A′ for every view: an error's, and of rounding.
+        self.writes = [s.branch.weights[-1].middle / s.factor.middle for s in network.steps]
+        self.norms: list[tuple[Tensor, Tensor]] = []
+        for branch, v in zip(self.branches, self.writes, strict=True):
+            scaled = v if branch.units is None else v * branch.units[:, None]
+            seen = scaled * self.factors.unsqueeze(1)  # (views, inner, D)
+            size = torch.linalg.matrix_norm(seen) * UP
+            norm = spectral_norm_bound(seen) + 16 * U * size
+            self.norms.append((norm, of_sum(len(v) + 4) * size))
+
+    @staticmethod
+    def is_possible(network: Network) -> bool:
+        """True if there are formulas for every branch, and nothing between it and the channels."""
+        return all(s.makes is None and s.branch.nearby is not None for s in network.steps)
+
+    def __call__(
+        self,
+        symbols: Integer[Tensor, "rows"],
+        places: Integer[Tensor, "rows"],
+        past: list[Any] | None,
+    ) -> tuple[Rows, list[Any]]:
+        """As :class:`.Network`."""
+        x = self.symbols[symbols] + self.positions[places]
+        x = nn.functional.pad(x, (0, self.padding))
+        rounded = U * x.abs()
+        errors: list[tuple[Tensor, Tensor]] = []
+        kept = []
+        for index, branch in enumerate(self.branches):
+            seen, size = self.seen(index, x, rounded, errors)
+            reads = self.reads[index][: None if past is None else branch.num_reads]
+            z = [w(seen, size) for w in reads]
+            assert branch.nearby is not None
+            value, size, own = branch.nearby(z, places, None if past is None else past[index])
+            x = x + value.value @ self.writes[index]
+            rounded.add_(x.abs(), alpha=U)
+            errors.append((value.error, size))
+            kept.append(own)
+        return self.seen(len(self.branches), x, rounded, errors)[0], kept
+
+    def seen(
+        self, view: int, x: Tensor, rounded: Tensor, errors: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Rows, Tensor]:
+        """A x + B, and its length."""
+        u = torch.addcmul(self.shifts[view], x, self.factors[view])
+        size = length(u)
+        error = length(rounded * self.factors[view]) + 8 * U * size + self.of_shifts[view]
+        for (norm, rounding), (inner, length_of) in zip(self.norms, errors, strict=False):
+            error = error + norm[view] * inner + rounding[view] * length_of
+        return Rows(u, error * UP), size
