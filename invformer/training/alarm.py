@@ -76,7 +76,7 @@ class Alarm(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Stop in all processes, or in none."""
         if self.mode == "stop" and trainer.global_step % rows_of(trainer).every == 0:
-            self.is_heard = bool(largest_of_processes(bool(self.sounded)))
+            self.is_heard = bool(largest_of_processes(int(bool(self.sounded))))
             trainer.should_stop = trainer.should_stop or self.is_heard
 
     def hear(self, step: int, row: Row) -> None:
