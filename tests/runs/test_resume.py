@@ -255,12 +255,13 @@ def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path: Path) -> Non
     callback, module = Checkpoints(tmp_path), Mock(spec=L.LightningModule)
     for step, bpc in enumerate([3.0, 2.0, 4.0, 2.5, math.nan]):
         trainer: Any = SimpleNamespace(
-            global_step=step, callback_metrics={"val/bpc": bpc}, strategy=Mock(),
+            should_stop=False, global_step=step, callback_metrics={"val/bpc": bpc}, strategy=Mock(),
             save_checkpoint=lambda path, storage_options: saved.append(path.name),
         )  # fmt: skip
         callback.on_validation_end(trainer, module)
     assert len(saved) == 5
-    assert callback.state_dict() == {"best": 2.0, "best_name": saved[1]}
+    kept = {"best": 2.0, "best_name": saved[1], "num_worse": 3}
+    assert callback.state_dict() == kept
 
 
 def test_a_checkpoint_says_what_it_is(whole: Path) -> None:
