@@ -161,6 +161,7 @@ def evidence_of(
     pushed: dict[Any, tuple[Any, list[Any]]] = {}
     nearby = networks.nearby
     at_once = ROWS if nearby is None else CANDIDATES
+    few = max(1, ROWS // num_symbols)
 
     def text(network: Any) -> tuple[Any, list[Any]]:
         if network not in pushed:
@@ -193,10 +194,10 @@ def evidence_of(
             if not (fit and wrong.any()):
                 break
             at_once = ROWS
-            if fits := int(wrong.int().argmax()):
+            if (fits := int(wrong.int().argmax())) > few:
                 places, is_own, compared = places[:fits], is_own[:fits], compared[:, :fits]
                 break
-            places = places[: max(1, ROWS // num_symbols)]
+            places = places[:few]
             tokens = tokens.index_copy(0, places, best[: len(places)])
             pushed.clear()
         margin, error, excess, _ = compared
