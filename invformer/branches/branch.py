@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.branches.compiled import Fields
+from invformer.branches.compiled import Fields, knows
 from invformer.branches.enclosed import EnclosedBranch, NotEnclosed
 from invformer.branches.jacobian import StackedBranches
 from invformer.numerics.norms import Norm, Tokens
@@ -86,8 +86,9 @@ class Branch(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """True if compiled code takes the branch, as :meth:`compiled_fields` describes it."""
-        return False
+        """True if compiled code takes the branch: it says how, and its positions are known."""
+        has_fields = type(self).compiled_fields is not Branch.compiled_fields
+        return has_fields and knows(getattr(self, "position", None))
 
     def compiled_fields(self, weights: Any) -> Fields:
         """What compiled code needs to know of the branch with these weights."""

@@ -12,8 +12,8 @@ Fields = dict[str, Tensor | float]
 
 
 def knows(position: Any) -> bool:
-    """True if compiled code knows this mask or bias."""
-    return type(position) in (CausalMask, RelativePositionBias)
+    """True if compiled code knows this mask or bias, or if there is none."""
+    return type(position) in (CausalMask, RelativePositionBias, type(None))
 
 
 def maps(w: Tensor, v: Tensor) -> Fields:

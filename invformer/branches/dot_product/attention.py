@@ -63,7 +63,7 @@ class DotProductAttention(Branch):
         """As :meth:`.Branch.is_compiled`: True if nobody replaced a part."""
         parts = self.qkv, self.out
         plain = all(type(part) is nn.Linear and part.bias is None for part in parts)
-        return plain and compiled.knows(self.position)
+        return plain and super().is_compiled
 
     def compiled_fields(self, weights: None) -> Fields:
         """As :meth:`.Branch.compiled_fields`."""

@@ -222,11 +222,6 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         w_in, b_in, w_out, _ = weights
         return EnclosedFeedForward(w_in, b_in, w_out, self.activation)
 
-    @property
-    def is_compiled(self) -> bool:
-        """True."""
-        return True
-
     def compiled_fields(self, weights: FeedForwardWeights) -> Fields:
         """As :meth:`.Branch.compiled_fields`."""
         own = compiled.maps(weights.w_in, weights.w_out)

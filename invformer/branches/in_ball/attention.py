@@ -179,11 +179,6 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
             strictly_causal=self.strictly_causal,
         )
 
-    @property
-    def is_compiled(self) -> bool:
-        """As :meth:`.Branch.is_compiled`."""
-        return compiled.knows(self.position)
-
     def compiled_fields(self, weights: BoundedWeights) -> Fields:
         """As :meth:`.Branch.compiled_fields`."""
         own = compiled.maps(*StackedBoundedAttention.maps(weights))

@@ -124,11 +124,6 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
         """As :meth:`.Branch.enclosed`."""
         return EnclosedL2Attention(*(weights or self.weights()), self.position, length)
 
-    @property
-    def is_compiled(self) -> bool:
-        """As :meth:`.Branch.is_compiled`."""
-        return compiled.knows(self.position)
-
     def compiled_fields(self, weights: L2Weights) -> Fields:
         """As :meth:`.Branch.compiled_fields`."""
         own = compiled.maps(*StackedL2Attention.maps(weights)) | {"is_tied": True}
