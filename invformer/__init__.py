@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from invformer import nn as layers
     from invformer.evaluation.bits_per_character import BitsPerCharacter
     from invformer.lipschitz.submodules import local_constants
-    from invformer.model import load
     from invformer.nn.proof import certify
+    from invformer.trained.model import load
     from invformer.training.monitor import LipschitzMonitor
 
 __version__ = "0.2.0"
@@ -28,8 +28,12 @@ PLACES = {
     "certify": "nn.proof",
     "layers": "nn",
     "local_constants": "lipschitz.submodules",
-    "load": "model",
+    "load": "trained.model",
 }
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -103,9 +103,9 @@ def train(config: TrainConfig) -> None:
         return
     else:
         print(f"{config.model.name} on {config.data.name}; loading PyTorch", flush=True)
-    from invformer.assemble.run import build_run
     from invformer.kernels.host import keep_freed_memory, leave_new_memory_unfilled
     from invformer.numerics.precision import denormals_flushed
+    from invformer.training.build import build_run
     from invformer.training.fit import fit
 
     keep_freed_memory()
@@ -119,19 +119,22 @@ def evaluate(config: EvaluateConfig) -> None:
     from invformer.runs.bar import Bar
 
     with Bar(desc="loading PyTorch"):
-        from invformer.assemble.trained import load_trained
         from invformer.evaluation.evaluate import evaluate
         from invformer.evaluation.report import print_comparison, print_table, summary_values
         from invformer.kernels.host import keep_freed_memory
         from invformer.page import keep, keep_comparison
+        from invformer.trained.model import opened
+        from invformer.trained.opening import find_checkpoint
 
     keep_freed_memory()
     reports, paths = [], []
-    for checkpoint in config.checkpoint:
-        with Bar(desc=f"loading {checkpoint}"):
-            trained = load_trained(checkpoint)
-        report = evaluate(*trained, replace(config, checkpoint=[checkpoint]))
-        latest = trained.checkpoint.evaluation
+    for source in config.checkpoint:
+        with Bar(desc=f"loading {source}"):
+            checkpoint = find_checkpoint(source)
+            model = opened(checkpoint, "cpu")
+        given = model.network, model.vocabulary, model.config, checkpoint
+        report = evaluate(*given, replace(config, checkpoint=[source]))
+        latest = checkpoint.evaluation
         reports.append(report)
         try:
             path, page = keep(report, latest)
@@ -153,7 +156,7 @@ def sample(config: SampleConfig) -> None:
     from invformer.runs.bar import Bar
 
     with Bar(desc="loading PyTorch and the model"):
-        from invformer.model import load
+        from invformer.trained.model import load
 
         model = load(config.checkpoint, config.device)
     seed = config.seed
@@ -199,7 +202,7 @@ def invert(config: InvertConfig) -> None:
 
     with Bar(desc="loading PyTorch and the model"):
         from invformer.evaluation.recovered_text import Shown, perturb
-        from invformer.model import joined, load, read_states, write_states
+        from invformer.trained.model import joined, load, read_states, write_states
 
         model = load(config.checkpoint, config.device)
     z = model.encode(text) if text is not None else read_states(str(config.states))
@@ -269,8 +272,8 @@ def export(config: ExportConfig) -> None:
     require_new_folder(Path(os.path.expanduser(config.out)))
 
     with Bar(desc="loading PyTorch and the model"):
-        from invformer.assemble.exported import upload
-        from invformer.model import load
+        from invformer.trained.export import upload
+        from invformer.trained.model import load
 
         model = load(config.checkpoint, "cpu")
     model.export(config.out, name=config.hub, bits=config.bits)

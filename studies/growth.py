@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer import load
 from invformer.assemble.model import build_model
-from invformer.assemble.trained import load_trained
 from invformer.branches.tied_l2.attention import TiedL2Attention
 from invformer.branches.tied_l2.kim import paper_output_map
 from invformer.config.schema import AttentionName, DataConfig, ModelConfig
@@ -155,8 +155,8 @@ def model_and_text(
     """A trained model, or a small one without position bias: its mask alone says who sees whom."""
     words = corpus_of(path).split("test" if path else "train")
     if path:
-        trained = load_trained(path)
-        return trained.model.to(DTYPE), trained.vocabulary.encode(words).long()
+        trained = load(path, "cpu")
+        return trained.network.to(DTYPE), trained.vocabulary.encode(words).long()
     vocabulary = Vocabulary.from_text(words)
     config = ModelConfig(
         name=attention, certificate="token_max" if attention == "contractive_l2" else None,

@@ -20,13 +20,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.assemble.run import build_run
 from invformer.config.load import load_config
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.ball import into_ball
 from invformer.runs.exit import guarded
 from invformer.runs.run_log import read_rows
+from invformer.training.build import build_run
 from invformer.training.fit import fit
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.plots import save

@@ -14,7 +14,6 @@ from invformer.branches.dot_product.attention import DotProductAttention
 from invformer.branches.in_ball.attention import BoundedAttention
 from invformer.data.corpora import read_corpus
 from invformer.errors import ConfigurationError
-from invformer.model import TrainedModel
 from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
@@ -22,6 +21,7 @@ from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
+from invformer.trained.model import TrainedModel
 
 MOST_STEPS = 200  # of a fixed point at one position
 OUTSIDE = 1e6  # more than any distance of two states

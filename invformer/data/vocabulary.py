@@ -16,6 +16,7 @@ from invformer.errors import CheckpointError, DataError
 
 UNKNOWN = "\ufffd"
 CODE_POINTS = 0x110000
+MOST = 1 << 18  # characters that a saved vocabulary may have; Unicode names fewer
 SHOWN = 10  # missing characters that an error names
 CHUNK = 1 << 22  # characters looked up at a time: bounds the memory that UTF-32 takes
 
@@ -109,7 +110,7 @@ class Vocabulary:
         """The vocabulary that :meth:`to_dict` described, or a CheckpointError."""
         match state:
             case {"characters": str(text)} if (
-                text and len(state) == 1 and [*text] == sorted({*text})
+                0 < len(text) <= MOST and len(state) == 1 and [*text] == sorted({*text})
             ):
                 return cls((UNKNOWN, *text))
         raise CheckpointError(

@@ -1,19 +1,17 @@
 """Everything that evaluate.py measures, and the files in which it is kept."""
 
-import logging
 import math
 import time
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import starmap
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from invformer.config.load import command_line
-from invformer.config.schema import DataConfig, TrainConfig
+from invformer.config.schema import DataConfig, SavedPath, TrainConfig
 from invformer.config.trained import EvaluateConfig, EvaluateDataConfig, MeasureConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS, Corpus
@@ -21,7 +19,6 @@ from invformer.data.tokens import tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import EvaluationWindows, first_sequences
 from invformer.errors import (
-    CertificateViolation,
     CheckpointError,
     ConfigurationError,
     DataError,
@@ -33,9 +30,9 @@ from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.recovered_text import marks, readable
 from invformer.evaluation.report import MOSTLY
-from invformer.nn.certificate import Certificate
-from invformer.nn.proof import certify, enforce
+from invformer.nn.proof import certify_trained
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.precision import FORWARD_DTYPE
 from invformer.proofs.prefix_margins import MarginEvidence
 from invformer.runs.bar import Bar
 from invformer.runs.checkpoint import Checkpoint
@@ -47,9 +44,6 @@ NGRAM_CHARACTERS = 100_000_000  # of the training text, at most
 # Characters generated to time it, and texts generated at once.
 MOST_GENERATED = 256
 TEXTS_TOGETHER = 32
-log = logging.getLogger(__name__)
-
-FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
 
 
 def evaluate(
@@ -66,6 +60,7 @@ def evaluate(
     split = config.data.split or data.split
     with Bar(desc=f"reading {data.name}"):
         corpus = read_corpus(data)
+        require_known_text(data, corpus, trained.data, checkpoint)
         tokens = tokens_of(corpus, vocabulary, data.max_val_characters)[split]
         size = corpus.total if split == "all" else corpus.size(split)
         unknown, own = unknown_rate(tokens), corpus.sha256 == checkpoint.metadata["data_sha256"]
@@ -86,7 +81,9 @@ def evaluate(
         )
     if len(tokens) < 2:
         raise DataError(f"data.split={split}: {len(tokens)} characters, nothing to score")
-    certificate = certify_model(model, trained, checkpoint.path)
+    certificate = certify_trained(
+        model, FORWARD_DTYPE[trained.trainer.precision], str(checkpoint.path)
+    )
     windows = EvaluationWindows(tokens, seq_len, stride, measure.batch_size)
     what = f"{len(tokens):,} characters of {corpus.name}, {split}"
     print(f"{checkpoint.path}: evaluating {what}", flush=True)
@@ -165,6 +162,23 @@ def evaluated_data(trained: DataConfig, asked: EvaluateDataConfig) -> DataConfig
     return replace(trained, **given)
 
 
+def require_known_text(
+    data: DataConfig, corpus: Corpus, trained: DataConfig, checkpoint: Checkpoint
+) -> None:
+    """Raise DataError if a path that nobody typed leads to another text than the one of training.
+
+    A checkpoint may come from somebody else, and name any file of this machine.
+    """
+    known = checkpoint.metadata["data_sha256"]
+    if not isinstance(data.path, SavedPath) or corpus.sha256 == known:
+        return
+    if data == trained or read_corpus(trained).sha256 != known:  # with limits that were typed
+        raise DataError(
+            f"{data.path}: not the text that {checkpoint.path} was trained on, which named it "
+            "(SHA-256 differs); name a text yourself with data.path=PATH"
+        )
+
+
 def training_tokens(
     checkpoint: Checkpoint, vocabulary: Vocabulary, trained: DataConfig, corpus: Corpus
 ) -> Tensor | None:
@@ -187,33 +201,6 @@ def ngram_baseline(vocabulary: Vocabulary, learnt: Tensor, tokens: Tensor) -> di
     nats = witten_bell_nats(learnt, tokens, NGRAM_ORDER, vocab_size=vocabulary.size)
     baseline = {"order": NGRAM_ORDER, "nats": nats, "bpc": nats / math.log(2)}
     return {**baseline, "num_characters": len(learnt)}
-
-
-def certify_model(
-    model: CharTransformer, config: TrainConfig, path: Path | str
-) -> Certificate | None:
-    """The certificate for the weights as cast for training's forward pass; None for baselines.
-
-    A branch above its target by no more than that cast can do (a run that was stopped between two
-    validations) is shrunk, as at a validation; one above it by more is a CertificateViolation.
-    """
-    if not model.is_invertible:
-        return None
-    dtype = FORWARD_DTYPE[config.trainer.precision]
-    certificate = certify(model, dtype=dtype)
-    if certificate.holds:
-        return certificate
-    bounds, targets = certificate.per_branch, certificate.targets
-    name = max(bounds, key=lambda name: bounds[name] / targets[name])
-    excess = bounds[name] / targets[name] - 1
-    if not excess <= torch.finfo(dtype).eps:
-        raise CertificateViolation(
-            f"{path}: {name} has the bound {bounds[name]:.6g} in {certificate.norm}, its target is "
-            f"{targets[name]:.6g}: not what training left; its weights were changed, or this is a "
-            "bug"
-        )
-    log.warning("%s: %s was %.2g above its target and is shrunk", path, name, excess)
-    return enforce(model, dtype)
 
 
 def inverted(

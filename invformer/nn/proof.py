@@ -1,11 +1,12 @@
 """Proving the certificate of an invertible stack."""
 
+import logging
 import math
 
 import torch
 from torch import Tensor, nn
 
-from invformer.errors import NonFiniteError
+from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.nn.certificate import Certificate, NoCertificateError
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.norms import Norm
@@ -13,6 +14,8 @@ from invformer.numerics.residual_equation import Kind
 from invformer.numerics.rounding import product_up, sum_up
 from invformer.weights.scaling import ActivationNorm, DiagonalScaling
 from invformer.weights.spectral import refresh_normalisers
+
+log = logging.getLogger(__name__)
 
 
 def certify(
@@ -102,6 +105,31 @@ def enforce(model: nn.Module, dtype: torch.dtype | None = None) -> Certificate:
                 branch.correction.mul_(branch.lipschitz_target / bound * (1 - room))
         certificate = certify(stack, dtype=dtype)
     return certificate
+
+
+def certify_trained(model: nn.Module, dtype: torch.dtype, where: str) -> Certificate | None:
+    """The certificate for a trained model's weights as cast to training's format.
+
+    None for baselines. A branch above its target by no more than that cast can do (a run that was
+    stopped between two validations) is shrunk, as at a validation; one above it by more is a
+    CertificateViolation. ``where`` the model comes from is named in the error.
+    """
+    if not isinstance(getattr(model, "stack", None), InvertibleStack):
+        return None
+    certificate = certify(model, dtype=dtype)
+    if certificate.holds:
+        return certificate
+    bounds, targets = certificate.per_branch, certificate.targets
+    name = max(bounds, key=lambda name: bounds[name] / targets[name])
+    excess = bounds[name] / targets[name] - 1
+    if not excess <= torch.finfo(dtype).eps:
+        raise CertificateViolation(
+            f"{where}: {name} has the bound {bounds[name]:.6g} in {certificate.norm}, its target "
+            f"is {targets[name]:.6g}: not what training left; its weights were changed, or this is "
+            "a bug"
+        )
+    log.warning("%s: %s was %.2g above its target and is shrunk", where, name, excess)
+    return enforce(model, dtype)
 
 
 def parameter_dtype(stack: InvertibleStack) -> torch.dtype:

@@ -83,15 +83,22 @@ def packed(matrices: Mapping[str, Rounded]) -> dict[str, Tensor]:
 def unpacked(
     stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bits: int
 ) -> dict[str, Tensor]:
-    """Weights in the shapes of ``wanted``; matrices that :func:`packed` stored are restored."""
+    """Weights in the shapes of ``wanted``; matrices that :func:`packed` stored are restored.
+
+    ValueError, before anything larger than what is stored is allocated, if they do not fit.
+    """
     weights = {}
     for name, like in wanted.items():
         if name + INTEGERS not in stored:
             weights[name] = stored[name]
             continue
-        positive = regrouped(stored[name + INTEGERS].int(), 8, bits)[: like.numel()]
+        kept, scale = stored[name + INTEGERS], stored[name + SCALE]
+        fits = kept.dtype == torch.uint8 and kept.shape == (-(-like.numel() * bits // 8),)
+        if not fits or torch.broadcast_shapes(scale.shape, like.shape) != like.shape:
+            raise ValueError(f"{name!r:.80} does not have the shape {list(like.shape)}")
+        positive = regrouped(kept.int(), 8, bits)[: like.numel()]
         integers = (positive - 2 ** (bits - 1)).to(torch.int8).view(like.shape)
-        weights[name] = Rounded(integers, stored[name + SCALE], bits).value()
+        weights[name] = Rounded(integers, scale, bits).value()
     return weights
 
 

@@ -16,6 +16,9 @@ RESIDUAL_FLOOR = {
     torch.bfloat16: 2e-2,
 }
 
+# Formats of the forward pass, by Lightning's names for precisions.
+FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
+
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Operations in the formats of their arguments, also under autocast; nothing where it is off.

@@ -1,6 +1,7 @@
 """A checkpoint: a directory of files and their manifest, complete under its name or not there.
 
-docs/reliability.md says what each file holds, and how checkpoints are written and read.
+docs/reliability.md says what each file holds, and how checkpoints are written and read. One without
+a state, beside files of other purposes, is a model to share: an export.
 """
 
 import hashlib
@@ -8,8 +9,7 @@ import logging
 import os
 import re
 import shutil
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,10 @@ from torch import Tensor, cat
 
 from invformer.config.load import from_dict
 from invformer.config.schema import SavedPath, TrainConfig
-from invformer.errors import CheckpointError, ConfigurationError, NonFiniteError, StorageError
+from invformer.errors import CheckpointError, ConfigurationError
+from invformer.nn.quantised import BITS, unpacked
 from invformer.runs import encoding
-from invformer.runs.files import (
-    PARTIAL,
-    make_folder,
-    read_regular,
-    replace_file,
-    sync_folder,
-    write_new,
-)
+from invformer.runs.files import PARTIAL, read_regular
 from invformer.runs.run_log import MAX_STEP
 
 CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
@@ -35,12 +29,16 @@ MANIFEST = "MANIFEST.json"
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
 STATE, STATE_TENSORS = "state.json", "state.safetensors"
 FILES = (MODEL, WEIGHTS, STATE, STATE_TENSORS)
-PART = "state-{:05d}.safetensors"  # of the optimiser's memory, by the process that keeps it
-PARTS = re.compile(r"state-\d{5}\.safetensors")
+PARTS = re.compile(r"state-\d{5}\.safetensors")  # of the optimiser, one for each process
 NAME = re.compile(r"step-(\d{8,12})(?:-(\d{1,6}))?")
-POLL = 0.05  # seconds between looks at what other processes write
 MAX_HEADER = 4 << 20  # bytes of a safetensors file beside its tensors
+MAX_JSON = 64 << 20  # bytes of model.json, whose vocabulary is the largest part
+# Exports of 0.1: the manifest, and the files that it lists.
+OLD_MANIFEST, OLD_WEIGHTS = "manifest.json", "model.safetensors"
+OLD_FILES = ("config.json", "vocabulary.json", "certificate.json", OLD_WEIGHTS)
+WEIGHT_BITS = "weight_bits"  # in metadata, if matrices are stored in so many bits
 
+CHANGES = "changes"  # in metadata: what was changed on request, and from which step on
 STATE_KEYS = {"epoch", "loops", "callbacks", "optimizer_states", "lr_schedulers", "data"}
 LEARNING = "learning_weights"  # beside saved weights that are their average
 EVALUATION = "evaluation.json"
@@ -53,10 +51,16 @@ log = logging.getLogger(__name__)
 class Checkpoint:
     """A checkpoint whose manifest fits its files and whose ``model.json`` was read."""
 
-    path: Path
+    path: Path  # what it is called, and where its evaluations lie
     files: Mapping[str, Any]  # the manifest's record of each, see :func:`record_of`
     sha256: str  # of the manifest, and so of everything in the checkpoint
     metadata: dict[str, Any]  # configuration, vocabulary and provenance, in plain values
+    cache: Path | None = None  # the Hub's folder for it, whose links are followed
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is a model to share, without a state of training."""
+        return STATE not in self.files
 
     @property
     def step(self) -> int:
@@ -93,12 +97,11 @@ class Checkpoint:
             self.read(name)
         return self
 
-    def read(self, name: str) -> bytes:
-        """The content of a file, verified; raises CheckpointError."""
-        try:
-            content = read_regular(self.path / name)
-        except OSError as error:
-            raise unreadable(error) from None
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """The content of a file, verified, of so many bytes at most; raises CheckpointError."""
+        if name not in self.files:
+            raise CheckpointError(f"{self.path}: a model without {name}, from which no run goes on")
+        content = self.content(name, most)
         if record_of(content) != self.files[name]:
             raise CheckpointError(
                 f"{self.path}: {name} is damaged or was changed (size or SHA-256 differ from "
@@ -106,22 +109,37 @@ class Checkpoint:
             )
         return content
 
+    def content(self, name: str, most: int | None = None) -> bytes:
+        """The content of a file, not verified."""
+        file = self.path / name if self.cache is None else (self.cache / name).resolve()
+        try:
+            return read_regular(file, most)
+        except OSError as error:  # a run that goes on deletes old checkpoints
+            raise unreadable(error) from None
+
     def read_weights(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights, on the CPU.
+        """The weights, on the CPU, once the file has the size that the wanted ones explain.
 
         Raises:
             CheckpointError: they have other names, types or shapes than the wanted ones, which may
                 be on ``meta``; or they are damaged, or not finite.
         """
-        where = f"{self.path / WEIGHTS}: its weights do not fit its configuration"
+        name = OLD_WEIGHTS if OLD_WEIGHTS in self.files else WEIGHTS
+        file, bits = self.path / name, self.metadata.get(WEIGHT_BITS)
+        where = f"{file}: its weights do not fit its configuration"
         need = sum(tensor.nbytes for tensor in wanted.values())
-        try:
-            have = (self.path / WEIGHTS).stat().st_size
-        except OSError as error:  # a run that goes on deletes old checkpoints
-            raise unreadable(error) from None
-        if not need <= have <= need + MAX_HEADER:
-            raise CheckpointError(f"{where}: {have} bytes, the model's weights take {need}")
-        weights = encoding.from_bytes(self.read(WEIGHTS), str(self.path / WEIGHTS))
+        least = need if bits is None else need * bits // 64  # of float64 matrices
+        content = self.read(name, need + MAX_HEADER)
+        if len(content) < least:
+            raise CheckpointError(f"{where}: {len(content)} bytes, the model takes {least}")
+        weights = encoding.from_bytes(content, str(file))
+        if name == OLD_WEIGHTS:
+            weights = {PREFIX + key: weight for key, weight in weights.items()}
+        if bits is not None:
+            try:
+                weights = unpacked(weights, wanted, bits)
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise CheckpointError(f"{where}: {error}") from None
         found, asked = encoding.described(weights), encoding.described(wanted)
         for name in {**asked, **found}:
             if found.get(name) != asked.get(name):
@@ -130,7 +148,7 @@ class Checkpoint:
                     f"{asked.get(name, 'none')}"
                 )
         if name := encoding.first_non_finite(weights):
-            raise CheckpointError(f"{self.path / WEIGHTS}: weight {name} is not finite")
+            raise CheckpointError(f"{file}: weight {name} is not finite")
         return weights
 
     def read_state(self) -> dict[str, Any]:
@@ -162,93 +180,19 @@ def record_of(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def encode(
-    metadata: dict[str, Any], weights: Mapping[str, Tensor], state: dict[str, Any], rank: int = 0
-) -> dict[str, bytes]:
-    """The files that a process contributes to a checkpoint: all but the others' parts, or its part.
-
-    Args:
-        metadata: what :func:`open_checkpoint` requires, and provenance.
-        weights: the model's parameters and buffers by name.
-        state: see ``STATE_KEYS`` and ``LEARNING``; plain values and tensors, some of them sharded
-            along their first axis.
-        rank: of the process.
-
-    Raises:
-        NonFiniteError: a weight or the optimiser's state is not finite.
-    """
-    plain, found = encoding.pack(state)
-    sharded: dict[str, Any] = {n: t for n, t in found.items() if hasattr(t, "to_local")}
-    parts = {n: t.to_local() for n, t in sharded.items()}
-    tensors = {n: t for n, t in found.items() if n not in parts}
-    if name := encoding.first_non_finite({**weights, **must_be_finite({**tensors, **parts})}):
-        raise NonFiniteError.at(metadata["step"], f"{name} is not finite and is not saved")
-    own = {PART.format(rank): encoding.to_bytes(parts)} if parts else {}
-    if rank:
-        return own
-    return {
-        MODEL: encoding.dump(metadata),
-        WEIGHTS: encoding.to_bytes(weights),
-        STATE: encoding.dump(plain),
-        STATE_TENSORS: encoding.to_bytes(tensors),
-        **own,
-    }
-
-
-def write_directory(target: Path, files: Mapping[str, bytes], others: Sequence[str] = ()) -> None:
-    """Make a directory of files with a manifest, on the disk; a StorageError leaves nothing of it.
-
-    It waits for the ``others``, files that other processes add by :func:`write_part`.
-    """
-    partial = target.with_name(PARTIAL + target.name)
-    try:
-        make_folder(target.parent)
-        partial.mkdir(exist_ok=True)
-        for name, content in files.items():
-            write_new(partial / name, content)
-        while not all((partial / name).exists() for name in others):
-            partial.stat()  # gone if another process could not write its part
-            time.sleep(POLL)
-        everything = {**files, **{name: (partial / name).read_bytes() for name in others}}
-        records = {name: record_of(content) for name, content in everything.items()}
-        manifest = encoding.dump({"format": "invformer checkpoint", "version": 1, "files": records})
-        write_new(partial / MANIFEST, manifest)
-        sync_folder(partial)
-        os.rename(partial, target)
-        sync_folder(target.parent)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise StorageError(
-            f"{target}: cannot be written ({error.strerror}); earlier checkpoints are kept"
-        ) from error
-
-
-def write_part(target: Path, files: Mapping[str, bytes]) -> None:
-    """Add files, each complete under its name, to a directory that another process makes.
-
-    A StorageError leaves nothing of the directory.
-    """
-    partial = target.with_name(PARTIAL + target.name)
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            replace_file(partial / name, content)
-    except (OSError, StorageError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        why = getattr(error, "strerror", error)
-        raise StorageError(f"{target}: a part cannot be written ({why})") from error
-
-
 def unreadable(error: OSError) -> CheckpointError:
     """The error for a file of a checkpoint that cannot be read."""
     return CheckpointError(f"{error.filename}: cannot be read ({error.strerror})")
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and ``model.json``, no tensor; raises CheckpointError."""
+def open_checkpoint(path: Path, cache: Path | None = None) -> Checkpoint:
+    """Read a checkpoint's manifest and ``model.json``, no tensor; raises CheckpointError.
+
+    With a ``cache`` its files lie in that folder of the Hub's.
+    """
+    empty = Checkpoint(path, {}, "", {}, cache)
     try:
-        names = set(os.listdir(path))
-        content = read_regular(path / MANIFEST)
+        names = set(os.listdir(cache or path))
     except NotADirectoryError:
         raise CheckpointError(
             f"{path}: a checkpoint is a directory with a {MANIFEST}; single files such as *.ckpt "
@@ -256,18 +200,47 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ) from None
     except OSError as error:
         raise unreadable(error) from None
-    match encoding.parse(content, str(path / MANIFEST)):
+    manifest = OLD_MANIFEST if OLD_MANIFEST in names - {MANIFEST} else MANIFEST
+    content = empty.content(manifest, MAX_HEADER)
+    match encoding.parse(content, str(path / manifest)):
         case {"format": "invformer checkpoint", "version": 1, "files": dict(files)}:
-            checkpoint = Checkpoint(path, files, hashlib.sha256(content).hexdigest(), {})
+            pass
+        case {"format": "invformer-model-1", "sha256": dict(hashes)}:
+            return open_old_export(empty, hashes)
         case _:
-            raise CheckpointError(f"{path / MANIFEST}: no manifest of a checkpoint of version 1")
+            raise CheckpointError(f"{path / manifest}: no manifest of a checkpoint of version 1")
+    checkpoint = replace(empty, files=files, sha256=hashlib.sha256(content).hexdigest())
     parts = set(filter(PARTS.fullmatch, files))
-    if differing := names - {MANIFEST} ^ files.keys() | files.keys() - parts ^ set(FILES):
+    listed = names - {MANIFEST}
+    if files.keys() == {MODEL, WEIGHTS}:  # a model to share, beside which other files may lie
+        differing = files.keys() - listed
+    else:
+        differing = listed ^ files.keys() | files.keys() - parts ^ set(FILES)
+    if differing:
         raise CheckpointError(
             f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"
         )
-    metadata = encoding.parse(checkpoint.read(MODEL), str(path / MODEL))
+    metadata = encoding.parse(checkpoint.read(MODEL, MAX_JSON), str(path / MODEL))
     return replace(checkpoint, metadata=checked_metadata(metadata, path / MODEL))
+
+
+def open_old_export(empty: Checkpoint, hashes: Mapping[str, Any]) -> Checkpoint:
+    """An exported folder of version 0.1, whose files had other names."""
+    contents = {name: empty.content(name) for name in OLD_FILES}
+    files = {name: record_of(content) for name, content in contents.items()}
+    for name, record in files.items():
+        if record["sha256"] != hashes.get(name):
+            raise CheckpointError(f"{empty.path / name}: was changed since it was exported")
+    about, vocabulary, certificate = (
+        encoding.parse(contents[name], str(empty.path / name)) for name in OLD_FILES[:3]
+    )
+    match about:
+        case {"config": dict(config), "training": dict(training)}:
+            metadata = {**training, "config": config, "vocabulary": vocabulary}
+        case _:
+            raise CheckpointError(f"{empty.path / OLD_FILES[0]}: not that of an exported model")
+    metadata = checked_metadata({**metadata, "certificate": certificate}, empty.path)
+    return replace(empty, files=files, metadata=metadata)
 
 
 def checked_metadata(metadata: Any, path: Path) -> dict[str, Any]:
@@ -275,6 +248,8 @@ def checked_metadata(metadata: Any, path: Path) -> dict[str, Any]:
     match metadata:
         case {"step": int(step), "config": dict(), "vocabulary": dict(), "data_sha256": str()} if (
             0 <= step <= MAX_STEP
+            and isinstance(metadata.get(CHANGES, []), list)
+            and metadata.get(WEIGHT_BITS) in (None, *BITS)
         ):
             return metadata
     raise CheckpointError(
@@ -306,7 +281,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     """
     folder = Path(os.path.expanduser(path))
     try:
-        if folder.is_file() or (folder / MANIFEST).exists():
+        if folder.is_file() or any((folder / m).exists() for m in (MANIFEST, OLD_MANIFEST)):
             return open_checkpoint(folder)
         newest, refused = newest_checkpoint(folder / CHECKPOINTS)
         if newest is None:

@@ -65,9 +65,11 @@ def open_kept(path: Path) -> BinaryIO:
     return _open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, "a+b")
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a file."""
+def read_regular(path: Path, most: int | None = None) -> bytes:
+    """The content of a file; an OSError if it has more than so many bytes."""
     with _open(path, os.O_RDONLY, "rb") as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
         return file.read()
 
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.config.section import options
 from invformer.errors import CheckpointError, DataError
-from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
+from invformer.runs.checkpoint import CHANGES, Checkpoint, newest_checkpoint
 from invformer.runs.run_directory import (
     RunDirectory,
     is_begun,
@@ -48,7 +48,6 @@ ON_REQUEST = {  # with run.change=true
     "optim.weight_decay", "trainer.accumulate",
 }  # fmt: skip
 OF_MODEL = ("model.", "data.seq_len", "data.vocabulary", "init_from")
-CHANGES = "changes"  # in metadata: what was changed on request, and from which step on
 MONITORS = {"Alarm", "LipschitzMonitor"}  # Lightning's keys of what may begin anew
 # The tensors kept for each parameter, all of which have gradients.
 MEMORY_OF_ADAMW, MEMORY_OF_MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)

@@ -14,25 +14,17 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from invformer.errors import CheckpointError, Interrupted, StorageError
-from invformer.runs.checkpoint import (
-    PART,
-    encode,
-    keep_only,
-    name_for,
-    open_checkpoint,
-    write_directory,
-    write_part,
-)
+from invformer.runs.checkpoint import CHANGES, keep_only, name_for, open_checkpoint
 from invformer.runs.contained import in_background
 from invformer.runs.files import require_lock
 from invformer.runs.ranks import launcher_value
 from invformer.runs.resume import (
-    CHANGES,
     DATA,
     follow_schedule,
     require_own_state,
     take_settings,
 )
+from invformer.runs.writing import PART, encode, write_directory, write_part
 
 GRACE = 60.0  # seconds for writing the last checkpoint of a run that fails
 METADATA = "invformer"  # where a run puts what ``model.json`` says

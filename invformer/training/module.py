@@ -1,8 +1,9 @@
 """The LightningModule: likelihood training of a character-level model, and nothing else."""
 
 import math
+import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -23,8 +24,9 @@ from invformer.numerics.precision import at_least_single
 from invformer.runs.collective import mean_of_processes
 from invformer.runs.saving import METADATA
 from invformer.runs.sharding import gather, is_sharded, local_part, norms_of_whole, shard
+from invformer.trained.opening import configuration_of, find_checkpoint, restored
 from invformer.training.guard import UpdateGuard
-from invformer.training.optimizers import learning_rates
+from invformer.training.optimizers import build_optimizer, learning_rates
 from invformer.training.rows import record
 from invformer.training.weight_average import WeightAverage
 from invformer.weights.dropout import Dropout, sample_keys, set_sample_keys
@@ -79,6 +81,24 @@ class CharLanguageModel(L.LightningModule):
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
         self.launch_again()
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls, checkpoint_path: str | os.PathLike[str], map_location: Any = None, **arguments: Any
+    ) -> Self:
+        """A trained model of ours, from all that :func:`invformer.load` opens, without arguments.
+
+        It has the optimiser of its training, at the full rate. A ``.ckpt`` file, which a trainer of
+        your own wrote, needs ``model`` and ``make_optimizer`` as Lightning's method does.
+        """
+        path = os.fspath(checkpoint_path)
+        if os.path.isfile(path):
+            return super().load_from_checkpoint(path, map_location, **arguments)
+        checkpoint = find_checkpoint(path)
+        optim = configuration_of(checkpoint).optim
+        given = restored(checkpoint), lambda model: build_optimizer(model, optim)
+        module = cls(*given, metadata=checkpoint.metadata, grad_clip=optim.grad_clip, **arguments)
+        return module if map_location is None else module.to(map_location)
 
     def setup(self, stage: str) -> None:
         """Launch again: parameters may have moved since an earlier loop that failed."""

@@ -12,12 +12,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from invformer.assemble.run import build_data
 from invformer.config.load import load_config
 from invformer.data.corpus import Corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
+from invformer.training.build import build_data
 from tests.data.texts import write
 from tests.support.small_runs import own_trainer
 

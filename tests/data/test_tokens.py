@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.assemble.run import build_data
 from invformer.config.load import load_config
 from invformer.data import tokens as module
 from invformer.data.tokens import tokens_of
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError, StorageError
+from invformer.training.build import build_data
 from tests.data.texts import corpus_at, write
 from tests.support.processes import python
 

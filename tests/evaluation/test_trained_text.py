@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from invformer.assemble.model import untrained
-from invformer.assemble.trained import load_model, weights_on_meta
 from invformer.config.load import load_config
 from invformer.config.schema import DataConfig
 from invformer.data.corpora import read_corpus
@@ -17,6 +16,7 @@ from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.report import print_table
 from invformer.runs.checkpoint import MODEL, read_checkpoint
 from invformer.runs.encoding import described
+from invformer.trained.opening import restored, weights_on_meta
 from tests.evaluation.test_evaluate import QUICK
 from tests.runs.hostile import edit_json
 from tests.support.processes import ROOT
@@ -100,6 +100,6 @@ def test_every_model_comes_back_from_its_checkpoint(preset: str, tmp_path: Path)
     vocabulary = Vocabulary.from_text("abcdefgh")
     model = untrained(config, vocabulary.size)
     checkpoint = read_checkpoint(str(save_run(tmp_path, config, vocabulary, model)))
-    restored = load_model(checkpoint, config, vocabulary).state_dict()
-    assert described(weights_on_meta(config, vocabulary.size)) == described(restored)
-    assert all(torch.equal(restored[name], value) for name, value in model.state_dict().items())
+    weights = restored(checkpoint).state_dict()
+    assert described(weights_on_meta(config, vocabulary.size)) == described(weights)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())

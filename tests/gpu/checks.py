@@ -142,7 +142,7 @@ def skipped_step(machine: Machine) -> Iterator[Row]:
 
 def training(machine: Machine, name: str, *words: str) -> Any:
     """A run of train.py on the text that ships with Python, in a folder of its own."""
-    from invformer.assemble.run import build_run
+    from invformer.training.build import build_run
 
     sizes = ["model.d_model=32", "model.num_heads=2", "model.num_layers=2", "data.seq_len=32"]
     how = [

@@ -56,7 +56,7 @@ def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
 
 @pytest.mark.parametrize("number", [INT, TERM])
 @pytest.mark.parametrize(
-    "place", ["invformer.assemble.run:build_data", "invformer.assemble.run:build_callbacks"]
+    "place", ["invformer.training.build:build_data", "invformer.training.build:build_callbacks"]
 )
 def test_a_run_stopped_while_it_starts_ends_at_once_in_one_line(
     zygote: Zygote, root: Path, place: str, number: int

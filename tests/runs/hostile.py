@@ -21,6 +21,7 @@ from invformer.runs.checkpoint import (
     WEIGHTS,
     record_of,
 )
+from invformer.runs.writing import manifest_of
 
 Attack = Callable[[Path, Path], str | None]  # (checkpoint, canary) -> another path to open
 
@@ -43,9 +44,9 @@ def flipped(content: bytes) -> bytes:
 
 def seal(path: Path) -> None:
     """Make the manifest fit the files, as whoever changes them can."""
-    files = {name: record_of((path / name).read_bytes()) for name in FILES}
-    manifest = {"format": "invformer checkpoint", "version": 1, "files": files}
-    (path / MANIFEST).write_text(json.dumps(manifest))
+    there = filter(lambda name: (path / name).exists(), FILES)
+    files = {name: record_of((path / name).read_bytes()) for name in there}
+    (path / MANIFEST).write_bytes(manifest_of(files))
 
 
 def put(name: str, content: bytes | Callable[[bytes], bytes]) -> Attack:

@@ -14,19 +14,16 @@ import pytest
 import torch
 
 from invformer.assemble.model import build_model
-from invformer.assemble.trained import load_model
 from invformer.config.load import from_dict
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
 from invformer.nn.transformer import CharTransformer
-from invformer.runs import checkpoint as directory
+from invformer.runs import writing as directory
 from invformer.runs.checkpoint import (
     FILES,
     MANIFEST,
-    PART,
     PARTIAL,
     Checkpoint,
-    encode,
     keep_only,
     name_for,
     newest_checkpoint,
@@ -34,10 +31,10 @@ from invformer.runs.checkpoint import (
     read_checkpoint,
     saved_in,
     sweep,
-    write_directory,
-    write_part,
 )
 from invformer.runs.contained import in_background
+from invformer.runs.writing import PART, encode, write_directory, write_part
+from invformer.trained.opening import restored
 from tests.runs.hostile import ATTACKS, Attack, flipped, seal
 from tests.support.saved_runs import NO_STATE, save_run, write_checkpoint
 from tests.support.small_runs import newest
@@ -318,8 +315,7 @@ def victim(good: Path, tmp_path: Path) -> Path:
 def load_everything(path: str) -> tuple[Checkpoint, CharTransformer]:
     """What evaluating does first: the model, and a look at the state beside it."""
     checkpoint = read_checkpoint(path)
-    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
-    return checkpoint, load_model(checkpoint, checkpoint.configuration(), vocabulary)
+    return checkpoint, restored(checkpoint)
 
 
 @pytest.mark.parametrize("attack", [pytest.param(a, id=name) for name, a in ATTACKS.items()])
@@ -390,6 +386,6 @@ def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path) -> None:
             else:
                 assert all(w.isfinite().all() for w in model.state_dict().values()), seed
                 assert checkpoint.configuration().model.d_model == 12, seed
-        for restored in {name, MANIFEST}:
-            (folder / restored).write_bytes(contents[restored])
+        for kept in {name, MANIFEST}:
+            (folder / kept).write_bytes(contents[kept])
     assert refused > 30

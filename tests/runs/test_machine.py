@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from invformer import commands
-from invformer.assemble.run import build_run
 from invformer.config.load import load_config
 from invformer.errors import ConfigurationError
 from invformer.runs import launcher, machine
 from invformer.runs.machine import pick_device, refuse_missing_requirements, training_device
 from invformer.runs.ranks import usable_cores
+from invformer.training.build import build_run
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda", "auto"])

@@ -4,7 +4,7 @@ import pytest
 
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
-from invformer.model import TrainedModel
+from invformer.trained.model import TrainedModel
 from studies import damage, steering
 from tests.support.builders import random_tokens, scaled_model, trained_a_little
 

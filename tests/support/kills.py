@@ -28,7 +28,7 @@ PLACES = {
     f"{DIRECTORY}:keep_only": 3,
     "os:rename": 4,
     "os:replace": 4,
-    "invformer.assemble.run:build_callbacks": 1,
+    "invformer.training.build:build_callbacks": 1,
 }
 
 

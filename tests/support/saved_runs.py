@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from invformer.assemble.model import untrained
-from invformer.assemble.trained import load_trained
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig
@@ -15,7 +14,9 @@ from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.evaluation.evaluate import evaluate
 from invformer.nn.transformer import CharTransformer
-from invformer.runs.checkpoint import encode, write_directory
+from invformer.runs.writing import encode, write_directory
+from invformer.trained.model import opened
+from invformer.trained.opening import find_checkpoint
 
 NO_STATE: dict[str, Any] = {
     "epoch": 0, "loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": [],
@@ -51,7 +52,9 @@ def save_run(
 def evaluated(path: Path, *words: str) -> dict[str, Any]:
     """The report of evaluate.py on a checkpoint."""
     config = load_config([f"checkpoint={path}", *words], EvaluateConfig)
-    return evaluate(*load_trained(str(path)), config)
+    checkpoint = find_checkpoint(path)
+    model = opened(checkpoint, "cpu")
+    return evaluate(model.network, model.vocabulary, model.config, checkpoint, config)
 
 
 class Saved:

@@ -9,11 +9,11 @@ import lightning as L
 import safetensors.torch
 import torch
 
-from invformer.assemble.run import Run, build_run
 from invformer.config.load import load_config
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_log import Row, read_rows
+from invformer.training.build import Run, build_run
 from invformer.training.fit import fit
 from tests.support.host_syncs import waits
 

@@ -153,7 +153,7 @@ def main() -> None:
     import omegaconf  # noqa: F401
     import torch
 
-    import invformer.assemble.run
+    import invformer.training.build
     import invformer.training.fit  # noqa: F401
 
     torch.set_num_threads(1)

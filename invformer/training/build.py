@@ -1,4 +1,4 @@
-"""From a configuration to a training run."""
+"""From a configuration to a training run: data, model, callbacks, loggers and trainer."""
 
 import logging
 import warnings
@@ -15,13 +15,12 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from invformer.assemble.model import build_model
-from invformer.assemble.trained import Trained, load_trained
 from invformer.config.load import command_line, to_yaml
 from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
-from invformer.evaluation.evaluate import FORWARD_DTYPE
+from invformer.numerics.precision import FORWARD_DTYPE
 from invformer.runs.bar import Bar
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.files import refuse_link, replace_file
@@ -34,6 +33,7 @@ from invformer.runs.run_directory import RunDirectory, directory_of, is_first_pr
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
 from invformer.runs.sharding import ShardedStrategy
 from invformer.runs.wandb_logger import open_wandb
+from invformer.trained.model import TrainedModel, load
 from invformer.training.alarm import Alarm
 from invformer.training.callbacks import (
     CertificateKeeper,
@@ -59,7 +59,7 @@ def build_run(config: TrainConfig) -> Run:
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     refuse_missing_requirements(config)
-    start = None if config.init_from is None else load_trained(config.init_from)
+    start = None if config.init_from is None else load(config.init_from, "cpu")
     if start is not None:  # its model, and what belongs to it
         seq_len, vocabulary = start.config.data.seq_len, start.config.data.vocabulary
         read = replace(config.data, seq_len=seq_len, vocabulary=vocabulary)
@@ -110,7 +110,7 @@ def build_run(config: TrainConfig) -> Run:
     return Run(config, directory, module, data, trainer, resume, is_finished)
 
 
-def build_data(config: TrainConfig, start: Trained | None = None) -> TextDataModule:
+def build_data(config: TrainConfig, start: TrainedModel | None = None) -> TextDataModule:
     """The corpus, its vocabulary from the training split alone or of a model, its windows."""
     data, corpus = config.data, read_corpus(config.data)
     if start is not None:
@@ -134,7 +134,7 @@ def build_data(config: TrainConfig, start: Trained | None = None) -> TextDataMod
 
 
 def build_module(
-    config: TrainConfig, data: TextDataModule, metadata: dict[str, Any], start: Trained | None
+    config: TrainConfig, data: TextDataModule, metadata: dict[str, Any], start: TrainedModel | None
 ) -> CharLanguageModel:
     """The model that training begins with, its optimiser and its schedule."""
     optim, trainer = config.optim, config.trainer
@@ -142,7 +142,7 @@ def build_module(
         model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
         model.initialise(data.first_batch(trainer.accumulate)[0])
     else:
-        model = start.model.train()
+        model = start.network.train()
     model.stack.checkpoint_activations = trainer.checkpoint_activations
     # Lightning's plugin would convert it only after a checkpoint was restored, and so rounded.
     model.to(torch.float64 if trainer.precision == "64-true" else torch.float32)

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -25,25 +25,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.assemble.exported import write_export
-from invformer.assemble.trained import load_trained
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError, StorageError
-from invformer.evaluation.evaluate import certify_model
 from invformer.nn.certificate import Certificate
 from invformer.nn.coupling import CouplingStack
-from invformer.nn.proof import certify
+from invformer.nn.proof import certify, certify_trained
+from invformer.nn.quantised import quantised
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.precision import FORWARD_DTYPE
 from invformer.proofs.prefix_margins import (
     MarginEvidence,
     Networks,
     as_double,
     prefix_margins,
 )
+from invformer.runs.checkpoint import WEIGHT_BITS, Checkpoint
 from invformer.runs.files import replace_file
 from invformer.runs.machine import pick_device
+from invformer.trained.export import shared, write_export
+from invformer.trained.opening import configuration_of, find_checkpoint, restored, vocabulary_of
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +119,8 @@ class TrainedModel:
     @cached_property
     def certificate(self) -> Certificate | None:
         """Proven bounds for the weights as cast for the forward pass; None for a baseline."""
-        return certify_model(self.network, self.config, "the model")
+        dtype = FORWARD_DTYPE[self.config.trainer.precision]
+        return certify_trained(self.network, dtype, "the model")
 
     def generate(self, prompt: str, length: int = 200, **options: Any) -> str:
         """The prompt, continued; the options are those of :meth:`stream`."""
@@ -254,7 +257,15 @@ class TrainedModel:
             ConfigurationError: there is no rounding to so many bits.
             StorageError: the folder holds something, or cannot be written.
         """
-        write_export(Path(os.path.expanduser(folder)), self, name, bits)
+        metadata, model, matrices = shared(self.metadata, self.config), self, {}
+        if bits is not None:
+            network, matrices = quantised(self.network, bits)
+            model = replace(self, network=network, evaluation=None)
+            metadata[WEIGHT_BITS] = bits
+        proven = model.certificate
+        metadata["certificate"] = None if proven is None else proven.to_dict()
+        target = Path(os.path.expanduser(folder))
+        write_export(target, model.network, metadata, model.evaluation, name, matrices)
 
     @cached_property
     def _exact(self) -> tuple[CharTransformer, Certificate | None]:
@@ -321,15 +332,20 @@ def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
         CheckpointError: there is no model, or a damaged one.
         CertificateViolation: an exported model does not have the certificate beside it.
     """
-    network, vocabulary, config, checkpoint = load_trained(os.fspath(source))
-    network.to(pick_device(device, "device"))
+    return opened(find_checkpoint(source), device)
+
+
+def opened(checkpoint: Checkpoint, device: str = "auto") -> TrainedModel:
+    """The model of a checkpoint, with its latest evaluation, as of :func:`load`."""
+    network = restored(checkpoint).to(pick_device(device, "device"))
     evaluation = None
     with suppress(OSError, ValueError, AttributeError):  # there is none that can be read
         report = json.loads(checkpoint.evaluation.read_text(encoding="utf-8"))
         # The file lies beside the folder, which may have held another model.
-        same = ("step", "command", "commit", "weight_bits")
+        same = ("step", "command", "commit", WEIGHT_BITS)
         if all(report.get(key) == checkpoint.metadata.get(key) for key in same):
             evaluation = report
+    config, vocabulary = configuration_of(checkpoint), vocabulary_of(checkpoint)
     return TrainedModel(network, vocabulary, config, checkpoint.metadata, evaluation)
 
 

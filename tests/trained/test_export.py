@@ -1,0 +1,241 @@
+"""Folders to share: the same model, nothing that must not be shared, and no harm done by them."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import safetensors.torch
+import torch
+
+import invformer
+from invformer.errors import CertificateViolation, CheckpointError, InvformerError
+from invformer.runs.checkpoint import MANIFEST, MODEL, PREFIX, WEIGHTS, read_checkpoint
+from invformer.training.module import CharLanguageModel
+from tests.runs.hostile import (
+    edit_json,
+    edited,
+    first,
+    flipped,
+    put,
+    replaced,
+    set_key,
+    with_weights,
+)
+from tests.support.saved_runs import Saved, evaluated
+
+pytestmark = pytest.mark.usefixtures("single_precision")
+LOGGER = ("logger.entity=somebody", "logger.notes=secret", "run.root=/home/me")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never trained, of a model in the default norm."""
+    torch.set_default_dtype(torch.float32)
+    folder = tmp_path_factory.mktemp("run")
+    Saved(folder, *LOGGER).save()
+    return folder
+
+
+@pytest.fixture(params=[None, 4])
+def exported(run: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Its export, with and without rounding."""
+    invformer.load(run).export(tmp_path / "shared", bits=request.param)
+    return tmp_path / "shared"
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    return invformer.load(path).network.state_dict()
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_an_export_has_the_weights_of_the_run_and_may_be_exported_again(
+    run: Path, exported: Path, tmp_path: Path
+) -> None:
+    model = invformer.load(exported)
+    if "weight_bits" not in model.metadata:
+        assert_equal(weights_of(exported), weights_of(run))
+    model.export(tmp_path / "again")
+    assert_equal(weights_of(exported), weights_of(tmp_path / "again"))
+    assert read_checkpoint(str(exported)).is_shared
+    (exported / ".gitattributes").touch()  # as on the Hub
+    invformer.load(exported)
+
+
+def test_an_export_names_no_account_folder_or_run_of_the_tracker(exported: Path, run: Path) -> None:
+    for path in (run / "checkpoints").iterdir():
+        edit_json(path, MODEL, lambda m: m.update(wandb_run_id="abc123", wandb={"id": "abc123"}))
+    text = (exported / MODEL).read_text() + (exported / "README.md").read_text()
+    invformer.load(run).export(exported.with_name("second"))
+    text += (exported.with_name("second") / MODEL).read_text()
+    assert not [word for word in ("somebody", "secret", "/home/me", "abc123") if word in text]
+
+
+def as_in_0_1(folder: Path, target: Path) -> None:
+    """Write an export as version 0.1 did."""
+    target.mkdir()
+    about = json.loads((folder / MODEL).read_bytes())
+    weights = safetensors.torch.load_file(folder / WEIGHTS)
+    training = {k: v for k, v in about.items() if k not in ("config", "vocabulary", "certificate")}
+    files = {
+        "model.safetensors": safetensors.torch.save(
+            {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
+        ),
+        "config.json": json.dumps({"config": about["config"], "training": training}).encode(),
+        "vocabulary.json": json.dumps(about["vocabulary"]).encode(),
+        "certificate.json": json.dumps(about["certificate"]).encode(),
+    }
+    for name, content in files.items():
+        (target / name).write_bytes(content)
+    seal_old(target)
+
+
+def seal_old(folder: Path) -> None:
+    """Make the manifest fit the files, as whoever changes them can."""
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != "manifest.json"]
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    manifest = {"format": "invformer-model-1", "sha256": hashes}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_an_export_of_0_1_is_read(exported: Path, tmp_path: Path) -> None:
+    as_in_0_1(exported, tmp_path / "old")
+    assert_equal(weights_of(tmp_path / "old"), weights_of(exported))
+    assert invformer.load(tmp_path / "old").certificate == invformer.load(exported).certificate
+    weights = tmp_path / "old" / "model.safetensors"
+    weights.write_bytes(flipped(weights.read_bytes()))
+    with pytest.raises(CheckpointError, match="was changed since it was exported"):
+        invformer.load(tmp_path / "old")
+
+
+# --- exports that somebody made to do harm -------------------------------------------------------
+
+
+def drop_bound(model: dict[str, Any]) -> None:
+    model["certificate"].pop("per_branch")
+
+
+def one_nan(weights: dict[str, torch.Tensor]) -> None:
+    name = next(name for name, weight in weights.items() if weight.is_floating_point())
+    weights[name].view(-1)[0] = torch.nan
+
+
+OTHERS = range(0x10000, 0x60000)
+ATTACKS: dict[str, Callable[[Path, Path], Any]] = {
+    **{f"{n} cut short": put(n, lambda content: content[:-9]) for n in (MODEL, WEIGHTS)},
+    "no safetensors": put(WEIGHTS, b"{}"),
+    "a flipped bit of the header": put(WEIGHTS, lambda c: c[:9] + bytes([c[9] ^ 4]) + c[10:]),
+    "a single NaN": with_weights(one_nan),
+    "a tensor less": with_weights(lambda w: w.pop(first(w))),
+    "a tensor of one entry": with_weights(
+        lambda w: w.update({k: w[k].flatten()[:1].clone() for k in w})
+    ),
+    "a certificate without bounds": edited(MODEL, drop_bound),
+    "a certificate that is a list": set_key("certificate", []),
+    "a certificate of another format": set_key("certificate.dtype", "int3"),
+    "a bound that is text": edited(MODEL, lambda m: m["certificate"]["per_branch"].update(a="b")),
+    "a model of gigabytes": edited(
+        MODEL, lambda m: m["config"]["model"].update(d_model=20_000, num_heads=2)
+    ),
+    "a context of gigabytes": set_key("config.data.seq_len", 1_000_000),
+    "all of Unicode": set_key("vocabulary.characters", "".join(map(chr, range(1, 0xD800)))),
+    "more than Unicode has": set_key(
+        "vocabulary.characters", "".join(map(chr, range(0x10000, 0x60000)))
+    ),
+    "other bits": edited(MODEL, lambda m: m.update(weight_bits=2 if "weight_bits" in m else 5.5)),
+    **{
+        f"{what} as {name}": replaced(name, make)
+        for name in (WEIGHTS, MODEL, MANIFEST)
+        for what, make in {
+            "a link": lambda path: path.symlink_to(path.parent.parent / path.name),
+            "a pipe": os.mkfifo,
+            "a folder": Path.mkdir,
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("attack", [pytest.param(a, id=name) for name, a in ATTACKS.items()])
+def test_a_hostile_export_is_refused_in_one_line(
+    attack: Callable[[Path, Path], Any], exported: Path
+) -> None:
+    attack(exported, exported)
+    with pytest.raises(InvformerError) as error:
+        invformer.load(exported)
+    assert error.value.exit_code == 4
+    assert "\n" not in str(error.value)
+
+
+OLD_ATTACKS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "a link": ("config.json", lambda path: path.symlink_to(path.parent.parent / "shared" / MODEL)),
+    "a pipe": ("vocabulary.json", os.mkfifo),
+    "no bounds": ("certificate.json", lambda path: path.write_text('{"dtype": "float32"}')),
+    "no configuration": ("config.json", lambda path: path.write_text("{}")),
+    "no safetensors": ("model.safetensors", lambda path: path.write_bytes(b"abc")),
+}
+
+
+@pytest.mark.parametrize("name", OLD_ATTACKS)
+def test_a_hostile_export_of_0_1_is_refused_in_one_line(exported: Path, name: str) -> None:
+    old = exported.with_name("old")
+    as_in_0_1(exported, old)
+    file, make = OLD_ATTACKS[name]
+    (old / file).unlink()
+    make(old / file)
+    seal_old(old)
+    with pytest.raises(CheckpointError) as error:
+        invformer.load(old)
+    assert "\n" not in str(error.value)
+
+
+def test_a_certificate_that_the_weights_do_not_have_is_refused(exported: Path) -> None:
+    def lower(model: dict[str, Any]) -> None:
+        bounds = model["certificate"]["per_branch"]
+        bounds[next(iter(bounds))] *= 0.9
+
+    edit_json(exported, MODEL, lower)
+    with pytest.raises(CertificateViolation, match="does not hold for the weights"):
+        invformer.load(exported)
+
+
+def test_a_path_that_an_export_names_is_read_only_if_it_is_the_text_of_the_training(
+    exported: Path, tmp_path: Path, run: Path
+) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("1 and 1 is 2; the password is 3; " * 100)
+    quick = ("evaluate.lipschitz_sequences=0", "evaluate.inversion_sequences=0")
+    assert evaluated(exported, *quick)["data"]["same_as_training"]
+    assert evaluated(exported, *quick, "data.max_characters=900")["ngram"]
+    edit_json(exported, MODEL, lambda m: m["config"]["data"].update(path=str(secret)))
+    for more in ((), ("data.max_characters=900",), ("data.split=all",)):
+        with pytest.raises(InvformerError, match=r"secret\.txt: not the text .* data\.path=PATH"):
+            evaluated(exported, *quick, *more)
+    assert not evaluated(exported, *quick, f"data.path={secret}")["data"]["same_as_training"]
+
+
+# --- in Lightning --------------------------------------------------------------------------------
+
+
+def test_the_lightning_module_opens_our_folders_without_arguments(
+    run: Path, exported: Path, tmp_path: Path
+) -> None:
+    for source in (run, exported):
+        module = CharLanguageModel.load_from_checkpoint(source)
+        assert_equal(module.model.state_dict(), weights_of(source))
+        assert len(module.configure_optimizers().param_groups) > 1
+    with pytest.raises(CheckpointError, match="does not exist"):
+        CharLanguageModel.load_from_checkpoint(tmp_path / "nothing")
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    arguments = {"model": module.model, "make_optimizer": module.make_optimizer}
+    again = CharLanguageModel.load_from_checkpoint(tmp_path / "own.ckpt", **arguments)
+    assert_equal(again.model.state_dict(), module.model.state_dict())
