@@ -156,7 +156,7 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
         # Accelerators have no fused kernel for float64; longer texts need one of less memory.
         precise = q.dtype == torch.float64 and (torch.is_grad_enabled() or not (on_cpu or long))
         plain = precise or short or bias.by_lag is None or not q.numel()
-        if plain or torch._C._are_functorch_transforms_active():
+        if plain or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
             return "math"
         if on_cpu and native.occupies_threads(math.prod(q.shape[:-2])) and native.is_available():
             return "native"

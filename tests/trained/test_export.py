@@ -239,3 +239,16 @@ def test_the_lightning_module_opens_our_folders_without_arguments(
     arguments = {"model": module.model, "make_optimizer": module.make_optimizer}
     again = CharLanguageModel.load_from_checkpoint(tmp_path / "own.ckpt", **arguments)
     assert_equal(again.model.state_dict(), module.model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer, about shapes that become constants
+@pytest.mark.parametrize("compiled", ["export", "trace"])
+def test_a_trained_network_is_exported_and_traced_by_torch(run: Path, compiled: str) -> None:
+    network = invformer.load(run).network
+    first, second = torch.randint(1, 10, (2, 2, 16))
+    with torch.no_grad():
+        if compiled == "export":
+            again = torch.export.export(network, (first,)).module()
+        else:
+            again = torch.jit.trace(network, (first,), check_trace=False)
+        torch.testing.assert_close(again(second), network(second))
