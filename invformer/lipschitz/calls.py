@@ -16,6 +16,7 @@ class Call:
 
     Attributes:
         x: the first floating-point tensor among the arguments; None if there is none.
+        output_shape: of f(x), after it was computed once.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -29,6 +30,7 @@ class Call:
 
         self.given = mapped((args, dict(named)), kept)
         self.x = next(filter(is_real, leaves(self.given)), None)
+        self.output_shape = torch.Size()
 
     @property
     def row(self) -> Tensor:
@@ -48,6 +50,7 @@ class Call:
         )
         y = first_real(self.module(*args, **named))
         assert y is not None
+        self.output_shape = y.shape
         return y.reshape(1, -1)
 
     def jacobian(self) -> LinearMap:
@@ -74,8 +77,18 @@ def product(y: Tensor, x: Tensor, a: Tensor, create_graph: bool = False) -> Tens
         )[0]
 
 
+def called_with(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """``model(**inputs)`` for a single dictionary, otherwise ``model(*inputs)``; caches copied."""
+    inputs = mapped(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else copied(leaf))
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+        return model(**inputs[0])
+    return model(*inputs)
+
+
 def first_real(output: Any) -> Tensor | None:
     """The first floating-point tensor of an output; a scalar only if there is nothing else."""
+    if is_real(output):
+        return output
     found = [leaf for leaf in leaves(output) if is_real(leaf)]
     return next((y for y in found if y.dim() > 0), found[0] if found else None)
 
@@ -116,3 +129,15 @@ def copied(leaf: Any) -> Any:
 def is_real(x: Any) -> bool:
     """True if x is a floating-point tensor."""
     return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def is_linear(call: Call) -> bool:
+    """True for a ``nn.Linear`` as it is: its constant is ‖W‖₂ for all tokens together."""
+    return type(call.module) is nn.Linear
+
+
+def of_matrix(call: Call) -> LinearMap:
+    """W of a ``nn.Linear``, in the place of the same map of all tokens."""
+    matrix = call.module.get_parameter("weight").detach()
+    zero = matrix.new_zeros(1, len(matrix))
+    return LinearMap(jvp=lambda v: v @ matrix.mT, vjp=lambda a: a @ matrix, value=zero)

@@ -1,6 +1,6 @@
 """Local Lipschitz constants of the submodules of any model, by autograd: estimates, no bounds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from invformer.lipschitz.calls import Call, copied, first_real, mapped
+from invformer.lipschitz.calls import Call, called_with, first_real, is_linear, of_matrix
 from invformer.lipschitz.measuring import measuring
-from invformer.lipschitz.power_iteration import operator_norm
+from invformer.lipschitz.power_iteration import LipschitzEstimate, operator_norm
 from invformer.numerics.linear_map import LinearMap
 
 # Difference quotients are taken over these parts of ‖x‖, and may miss the derivative by so much.
@@ -59,19 +59,39 @@ def local_constants(
     """
     found = LocalConstants()
     with measuring(model):
-        calls = first_calls(model, inputs, found)
-        for name, call in calls.items():
-            try:
-                jacobian = checked_jacobian(call)
-                estimate = operator_norm(jacobian, "frobenius", num_steps=num_steps, rtol=rtol)
-                found.values[name] = estimate.value.item()
-            except UnmeasurableError as why:
-                found.skipped[name] = str(why)
-            except Exception as error:  # other people's code may raise anything
-                found.skipped[name] = f"it cannot be derived twice ({one_line(error)})"
-    for name in found.notes.keys() - found.values.keys():
-        del found.notes[name]
+        for name, _, _, estimate in measure_calls(
+            model, inputs, found, num_steps=num_steps, rtol=rtol
+        ):
+            found.values[name] = estimate.value.item()
     return found
+
+
+def measure_calls(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    found: LocalConstants,
+    *,
+    num_steps: int,
+    rtol: float,
+    seed: int = 0,
+) -> Iterator[tuple[str, Call, LinearMap, LipschitzEstimate]]:
+    """The Jacobian of every submodule that has one and its norm; ``found`` says what has none."""
+    for name, call in first_calls(model, inputs, found).items():
+        try:
+            jacobian = checked_jacobian(call)
+            if is_linear(call):
+                jacobian = of_matrix(call)
+            estimate = operator_norm(
+                jacobian, "frobenius", num_steps=num_steps, rtol=rtol, seed=seed
+            )
+        except UnmeasurableError as why:
+            found.skipped[name] = str(why)
+        except Exception as error:  # other people's code may raise anything
+            found.skipped[name] = f"it cannot be derived twice ({one_line(error)})"
+        else:
+            yield name, call, jacobian, estimate
+    for name in found.notes.keys() & found.skipped.keys():
+        del found.notes[name]
 
 
 def first_calls(
@@ -118,14 +138,6 @@ def first_calls(
         elif y.dtype.itemsize < 4:
             found.skipped[name] = f"it computes in {y.dtype}; measure model.float()"
     return {name: call for name, call in calls.items() if name not in found.skipped}
-
-
-def called_with(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """``model(**inputs)`` for a single dictionary, otherwise ``model(*inputs)``; caches copied."""
-    inputs = mapped(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else copied(leaf))
-    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
-        return model(**inputs[0])
-    return model(*inputs)
 
 
 def checked_jacobian(call: Call) -> LinearMap:

@@ -32,7 +32,8 @@ def dense_constants(
         x = next(filter(is_real, leaves(given)))
 
         def f(new: torch.Tensor, name=name, given=given, x=x) -> torch.Tensor:
-            args, kwargs = mapped(given, lambda leaf: new if leaf is x else leaf)
+            here = new.clone()  # which it may overwrite
+            args, kwargs = mapped(given, lambda leaf: here if leaf is x else leaf)
             return first_real(model.get_submodule(name)(*args, **kwargs))
 
         with sdpa_kernel(SDPBackend.MATH):

@@ -1,0 +1,242 @@
+"""The local constants of any model's submodules, step after step, for two products each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from invformer.lipschitz.calls import is_linear
+from invformer.lipschitz.measuring import measuring
+from invformer.lipschitz.submodules import LocalConstants, measure_calls, random_like
+from invformer.lipschitz.taps import Taps
+
+# Steps of power iteration of the first estimate, which starts at random.
+FIRST_STEPS = 8
+# Steps of the measurements after it, while weights move fast, of all later ones, and of a matrix.
+EARLY, EARLY_STEPS, STEPS_OF_MATRIX = 10, 3, 6
+# Length of the vectors of the submodules inside, which are added to those of what contains them.
+INSIDE = 0.1
+# Part of ‖J‖² that is subtracted from JJᵀ; below ½ the largest singular value stays the largest.
+SHIFT = 0.4
+# Weight of all groups but the largest in a vector: enough to see them, and no part of its gain.
+PILOT = 0.01
+# What a submodule does not mix is looked for again at measurements 0, 1, 4, 16, and so on.
+AGAIN = 4
+# In the place of that number of dimensions: what needs no pass of the model.
+MATRIX, IDENTITY = -1, -2
+IDENTITIES = nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
+
+
+class SubmoduleProbe:
+    """‖∂f/∂x‖₂ of every submodule f of any model at fixed inputs, while the model trains.
+
+    The first measurement is :func:`.local_constants` with few steps. A later one starts from its
+    vectors and takes one step of power iteration, a product with Jᵀ and one with J, with the
+    model's present weights. One forward pass serves all submodules; those of one level of nesting
+    share their products (:class:`.Taps`). A ``nn.Linear`` takes products with its matrix instead.
+
+    If f does not mix entries, tokens or samples (:meth:`_find_groups`), each such group keeps a
+    vector of its own. They are summed with small weights, and weight 1 for the largest group, so
+    that another one is seen as soon as it is larger. Values are gains of unit vectors of the whole
+    input, so below the constants up to rounding, whether the groups are right or not.
+
+    Args:
+        model: any module; its weights may change between measurements, its modules may not.
+        inputs: what the model is called with: a tuple of arguments, a dictionary of keywords, or
+            one argument.
+        seed: of the start vectors.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, seed: int = 0) -> None:
+        self.model, self.seed = model, seed
+        self.inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        self.left: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # of the groups in it
+        self.dims: dict[str, int] = {}  # so many leading dimensions of x and f(x) count groups
+        self.num_measured = 0
+        self.skipped: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+
+    def measure(self) -> LocalConstants:
+        """The constants now."""
+        gains = self.gains()
+        values = torch.stack(list(gains.values())).tolist() if gains else []
+        return LocalConstants(dict(zip(gains, values, strict=True)), self.skipped, self.notes)
+
+    @torch.no_grad()
+    def gains(self) -> dict[str, Tensor]:
+        """An estimate for each submodule, a scalar on its device, for which nothing waits."""
+        with measuring(self.model):
+            if not self.left:
+                return self._start()
+            modules, found = dict(self.model.named_modules()), {}
+            tapped = {}
+            for name, dims in self.dims.items():
+                if dims == IDENTITY:
+                    found[name] = torch.ones_like(self.left[name])
+                elif dims == MATRIX:
+                    found[name] = self._step_of_matrix(name, modules[name])
+                else:
+                    tapped[modules[name]] = name
+            taps = Taps(tapped, self.model, self.inputs)
+            for level in sorted(taps.levels, reverse=True):  # what is inside, first
+                if self.num_measured in {0, *(AGAIN**k for k in range(12))}:
+                    self._find_groups(taps, level)
+                for _ in range(EARLY_STEPS if self.num_measured < EARLY else 1):
+                    found |= self._step(taps, level)
+            self.num_measured += 1
+            return {name: found[name] for name in self.left if name in found}
+
+    def _start(self) -> dict[str, Tensor]:
+        """Measure from random vectors, check every submodule, and keep the vectors."""
+        found, gains = LocalConstants(), {}
+        for name, call, jacobian, estimate in measure_calls(
+            self.model, self.inputs, found, num_steps=FIRST_STEPS, rtol=1e-3, seed=self.seed
+        ):
+            image = jacobian.jvp(estimate.vector)
+            self.dims[name] = MATRIX if is_linear(call) else 0
+            if self.dims[name] == 0:
+                image = image.view(call.output_shape)
+            if type(call.module) in IDENTITIES and torch.equal(call.row, jacobian.value):
+                self.dims[name], image = IDENTITY, image.new_ones(())
+            if not image.any():  # a branch may begin at zero
+                image = image + random_like(image)
+            self.left[name] = image / longer_than_zero(image.norm())
+            gains[name] = estimate.value.squeeze()
+        self.skipped, self.notes = found.skipped, found.notes
+        return gains
+
+    def _step_of_matrix(self, name: str, module: nn.Module) -> Tensor:
+        """Steps with the matrix of a ``nn.Linear``, (out, in), which are nearly free."""
+        matrix, a = module.get_parameter("weight"), self.left[name]
+        gain = a.new_zeros(())
+        for _ in range(STEPS_OF_MATRIX):
+            w = a @ matrix
+            length = w.norm()
+            image = (w / longer_than_zero(length)) @ matrix.mT
+            gain, image = image.norm(), image - SHIFT * length * a
+            a = image / longer_than_zero(image.norm())
+        self.left[name] = torch.where(gain.isfinite() & (gain > 0), a, self.left[name])
+        return gain
+
+    def _step(self, taps: Taps, level: int) -> dict[str, Tensor]:
+        """One step of power iteration for all submodules of a level."""
+        inside = taps.levels.get(level + 1, {})
+        a = {name: self.left[name].clone() for name in taps.levels[level]}
+        for name, tap in inside.items():
+            around, vector = tap.parent, self.left[name]
+            if around in a and self.dims[around] == 0 and a[around].shape == vector.shape:
+                a[around] += INSIDE * vector
+        for name, vector in a.items():
+            if self.dims[name] == 0:
+                vector /= longer_than_zero(vector.norm())
+            vector.requires_grad_()
+        found = {name: vector.new_zeros(()) for name, vector in a.items()}
+        w = taps.products(level, a, create_graph=True)
+        # What does not depend on its input, or not on a, has no product with J.
+        w = {name: each for name, each in w.items() if each is not None and each.requires_grad}
+        if not w:
+            return found
+        sides: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        right = []
+        for name, each in w.items():
+            each, old = each.detach(), longer_than_zero(self.weights[name])
+            lengths = norms(each, self.dims[name])
+            weights = heaviest(lengths / old)
+            right.append(each * over(weights / longer_than_zero(lengths), each))
+            # (JJᵀ − s) a of each group turns to its limit faster than JJᵀa.
+            sides[name] = lengths.norm(), weights, SHIFT * lengths / old * weights / old
+        images = torch.autograd.grad(list(w.values()), [a[name] for name in w], right)
+        for (name, (before, weights, shift)), image in zip(sides.items(), images, strict=True):
+            lengths = norms(image, self.dims[name])
+            gain, new = lengths.norm(), heaviest(lengths / longer_than_zero(weights))
+            found[name] = torch.maximum(gain, before)
+            image = image - over(shift, image) * a[name].detach()
+            image *= over(new / longer_than_zero(norms(image, self.dims[name])), image)
+            moves = gain.isfinite() & (gain > 0)
+            self.left[name] = torch.where(moves, image, self.left[name])
+            self.weights[name] = torch.where(moves, new, self.weights[name])
+        return found
+
+    def _find_groups(self, taps: Taps, level: int) -> None:
+        """How many leading dimensions of x and f(x) count what f does not mix.
+
+        The gradient of one half of the outputs has to be zero at the other half of the inputs, for
+        a random half and its complement.
+        """
+        at = taps.levels[level]
+        open_, before = set(at), dict(self.dims)
+        generator = torch.Generator().manual_seed(self.seed)
+        for back in range(3):  # entries, then rows of the last dimension, then of the last two
+            trial: dict[str, tuple[int, Tensor]] = {}
+            for name in sorted(open_):
+                x, y = at[name].input_shape, self.left[name].shape
+                dims = len(y) - back
+                if dims > 0 and x[:dims] == y[:dims] and y[:dims].numel() > 1:
+                    half = torch.randint(2, y[:dims], generator=generator).bool()
+                    half.view(-1)[:2] = torch.tensor([True, False])
+                    rest = (1,) * (len(y) - dims)
+                    trial[name] = dims, half.view(*y[:dims], *rest).to(self.left[name].device)
+            mixed: set[str] = set()
+            for side in (True, False):
+                ones = {
+                    name: (half == side).to(self.left[name].dtype).expand(self.left[name].shape)
+                    for name, (_, half) in trial.items()
+                }
+                for name, w in taps.products(level, ones).items() if ones else ():
+                    dims, half = trial[name]
+                    inside = norms(w, dims).flatten() if w is not None else ones[name].new_zeros(1)
+                    here = (half == side).flatten()
+                    if w is None or not bool(inside[~here].max() <= 1e-6 * inside[here].max()):
+                        mixed.add(name)
+            for name in trial.keys() - mixed:
+                self.dims[name] = trial[name][0]
+                open_.discard(name)
+        for name in open_:
+            self.dims[name] = 0
+        for name in at:
+            if self.dims[name] != before[name] or name not in self.weights:
+                vector = self.left[name]  # the new groups' directions begin alike
+                noise = torch.randn(vector.shape, generator=generator, dtype=torch.float64)
+                vector = vector + 1e-3 * noise.to(vector) / noise.norm()
+                lengths = norms(vector, self.dims[name])
+                self.weights[name] = heaviest(lengths)
+                weights = self.weights[name] / longer_than_zero(lengths)
+                self.left[name] = vector * over(weights, vector)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The vectors that the next measurement starts from, and what the first one found."""
+        names = ("left", "weights", "dims", "num_measured", "skipped", "notes")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        device = next(self.model.parameters(), torch.empty(0)).device
+        for name, value in state.items():
+            setattr(self, name, dict(value) if isinstance(value, Mapping) else value)
+        for held in (self.left, self.weights):
+            held.update({name: tensor.to(device) for name, tensor in held.items()})
+
+
+def norms(x: Tensor, dims: int) -> Tensor:
+    """‖·‖₂ of each group, one for every index of the first dimensions."""
+    return x.flatten(dims).norm(dim=-1) if dims < x.dim() else x.abs()
+
+
+def over(factors: Tensor, x: Tensor) -> Tensor:
+    """A factor for each group, to be multiplied with x."""
+    return factors.view(*factors.shape, *(1,) * (x.dim() - factors.dim()))
+
+
+def heaviest(growth: Tensor) -> Tensor:
+    """Weights of length 1: one for the largest entry, and PILOT for all others together."""
+    flat = growth.flatten()
+    pilot = PILOT / flat.numel() ** 0.5
+    weights = torch.full_like(flat, pilot).scatter(0, flat.argmax(0, keepdim=True), 1.0)
+    return (weights / (1 + (flat.numel() - 1) * pilot**2) ** 0.5).view(growth.shape)
+
+
+def longer_than_zero(lengths: Tensor) -> Tensor:
+    """Lengths to divide by."""
+    return lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
