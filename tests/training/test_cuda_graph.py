@@ -49,7 +49,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def on_train_start(self: LipschitzMonitor, *args: Any) -> None:
         start(self, *args)
-        self.beside = Mock()
+        self.watched.beside = Mock()
 
     monkeypatch.setattr(LipschitzMonitor, "on_train_start", on_train_start)
 
@@ -119,8 +119,7 @@ def validated_later() -> list[torch.Tensor]:
     with cuda_rules():
         trainer(monitor).fit(model, text(), text())
         trainer(monitor).validate(move(model), text(), verbose=False)
-    assert monitor.probe is not None
-    return [monitor.probe.values(weights=None)]
+    return [monitor.watched.probe.values(weights=None)]
 
 
 def validated_twice() -> list[torch.Tensor]:

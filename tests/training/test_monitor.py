@@ -8,8 +8,9 @@ import torch
 
 from invformer.nn.proof import certify
 from invformer.runs.run_log import read_rows
+from invformer.training.branch_monitor import Stopwatch
 from invformer.training.fit import Run, fit
-from invformer.training.monitor import LipschitzMonitor, Stopwatch
+from invformer.training.monitor import LipschitzMonitor
 from invformer.training.rows import Rows
 from tests.support.small_runs import built, options, own_trainer
 
