@@ -143,25 +143,26 @@ class Prefix:
             v = w.scale_input(z)
             u = v
             for _ in range(MOST_STEPS):
-                previous, u = u, v - self.branch(layer, u, w.branch)
+                previous, u = u, v - self.branch(layer, u, w)
                 if bool(((u - previous).norm(dim=-1) <= rtol * u.norm(dim=-1)).all()):
                     break
             z = u if w.scaling is None else w.scaling.undo(u)
         return z
 
-    def branch(self, layer: Any, x: Tensor, weights: object = None) -> Tensor:
+    def branch(self, layer: Any, x: Tensor, of_layer: Any = None) -> Tensor:
         """The branch of one layer for every candidate behind the known symbols."""
         self.branch_rows += x.shape[0] * x.shape[1]
+        weights = None if of_layer is None else of_layer.branch
         if weights is None:
             branch, x = layer.inner, layer.norm(x)
         else:
             branch, x = layer.branch, into_ball(x, layer.input_radius)
         if isinstance(branch, BoundedAttention):
             assert weights is not None
-            q, k, v = branch.in_ball(x, weights)  # pyright: ignore
-            q = q * weights.temperature[:, None, None]  # pyright: ignore
+            q, k, v = branch.in_ball(x, weights)
+            q = q * weights.temperature[:, None, None]
             y = self.attend(branch, q, k, v, not branch.strictly_causal)
-            return y @ weights.g.flatten(-3, -2)  # pyright: ignore
+            return y @ weights.g.flatten(-3, -2)
         if isinstance(branch, DotProductAttention):
             q, k, v = (split_heads(t, branch.num_heads) for t in branch.qkv(x).chunk(3, dim=-1))
             return branch.out(self.attend(branch, q / q.shape[-1] ** 0.5, k, v, True))
@@ -173,7 +174,7 @@ class Prefix:
         keys, values = (
             t[:, :, : self.first(branch) + self.length] for t in self._kept(branch, k, v)
         )
-        bias = branch.position.last_rows(1, self.length + 1).to(q)  # pyright: ignore
+        bias = branch.position.last_rows(1, self.length + 1).to(q)
         logits = q @ keys.mT
         if not own:
             return merge_heads((logits + bias).softmax(-1) @ values)
@@ -186,7 +187,7 @@ class Prefix:
         if branch not in self.past:
             size = self.model.seq_len + 1
             like = (t.new_zeros(self.num_texts, t.shape[1], size, t.shape[-1]) for t in (k, v))
-            self.past[branch] = tuple(like)  # pyright: ignore
+            self.past[branch] = tuple(like)
         return self.past[branch]
 
     @staticmethod
