@@ -419,6 +419,11 @@ def test_an_export_killed_anywhere_is_no_model_and_the_same_export_completes_it(
 # --- the model as imported -----------------------------------------------------------------------
 
 
+def test_the_package_lists_what_it_offers() -> None:
+    assert {"load", "layers", "certify", "local_constants", "LipschitzMonitor"} <= {*dir(invformer)}
+    assert all(hasattr(invformer, name) for name in dir(invformer))
+
+
 def test_a_loaded_model_generates_encodes_and_inverts(run: Path) -> None:
     model = invformer.load(run)
     text = "3 times 3 is 9; 4 times"
