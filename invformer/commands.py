@@ -206,7 +206,9 @@ def invert(config: InvertConfig) -> None:
 
         model = load(config.checkpoint, config.device)
     z = model.encode(text) if text is not None else read_states(str(config.states))
-    z, known = perturb(z, config.noise, config.bits, config.seed)
+    damaged = config.noise > 0 or config.bits is not None
+    rounding = model.assumed_rounding(z, text) if damaged else None
+    z, known = perturb(z, config.noise, config.bits, config.seed, rounding)
     if config.save_states:
         write_states(z, config.save_states)
     given = None if text is None else model.vocabulary.symbols_of(text)
@@ -240,7 +242,10 @@ def invert(config: InvertConfig) -> None:
     why = next((f" ({why})" for why, holds in whys.items() if holds), "")
     print(f"{sum(found.proven)} of {count} proven{why}")
     if known and any(found.proven):
-        print("proven: every text whose states such damage turns into these begins so")
+        print("proven: every text whose states such damage turns into these begins so,")
+        print(
+            f"if no forward pass rounds an entry by more than {rounding:.2g}: assumed, not proven"
+        )
     if found.radius > 0:
         radius = shortened_down(found.radius)
         print(f"any other symbols have a state farther than {radius} from the given one")

@@ -1,5 +1,6 @@
 """The front door: the commands as typed, and the trained model as imported."""
 
+import copy
 import io
 import json
 import os
@@ -15,9 +16,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import save_file
 
 import invformer
 from invformer import commands
+from invformer.data.vocabulary import Vocabulary
 from invformer.errors import (
     CheckpointError,
     ConfigurationError,
@@ -26,8 +29,9 @@ from invformer.errors import (
 )
 from invformer.evaluation.recovered_text import Shown
 from invformer.runs.checkpoint import WEIGHTS
-from invformer.trained.model import RecoveredText, read_states, write_states
+from invformer.trained.model import RecoveredText, TrainedModel, read_states, write_states
 from tests.support import fake_hub
+from tests.support.builders import contractive_model, random_tokens
 from tests.support.processes import python
 from tests.support.small_runs import fitted, options, write_text
 
@@ -204,6 +208,9 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
     assert "11 of 11 characters recovered" in typed("invert", "text=12 times 12", "bits=16")
     said = typed("invert", "text=12 times 12", "bits=3")
     assert "11 of 11 characters recovered, 11 of 11 proven\nproven: every text whose " in said
+    assert re.search(
+        r"^if no forward pass rounds an entry by more than \S+: assumed, not", said, re.M
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,7 +221,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
         ("invert", ["text=a", "file=b"], 2, "file: give one of text, file and states"),
         ("invert", ["file=missing"], 3, "error: missing: No such file or directory\n"),
         ("invert", ["file=~nobody-here/a"], 3, "~nobody-here/a: No such file or directory"),
-        ("invert", ["states=missing"], 3, "missing: not a safetensors file with one tensor"),
+        ("invert", ["states=missing"], 3, "missing: not a safetensors file of states"),
         ("invert", ["text=a", "save_states=."], 7, ": cannot be written (not a regular file)"),
         ("export", ["out=new", "bits=9"], 2, "bits: 9 is not in [2, 8]"),
         ("invert", ["text=a", "device=tpu"], 2, "device: 'tpu' is not auto, cpu"),
@@ -461,6 +468,17 @@ def test_a_text_of_more_windows_comes_back_from_states_without_some_channels(run
     assert all(found.proven)
 
 
+def test_a_forward_pass_that_cancels_is_assumed_to_round_more() -> None:
+    network = contractive_model().requires_grad_(False)
+    network.embedding.token.weight += 1e3  # ActivationNorm takes it out
+    network.initialise(random_tokens(8))
+    model = TrainedModel(network.float(), Vocabulary(tuple("0123456789A")), None, {})
+    z = network.stack(network.embedding(random_tokens(200)))
+    exact = copy.deepcopy(network).double()
+    rounded = (z - exact.stack(exact.embedding(random_tokens(200)))).abs().max()
+    assert 2**-16 * z[0].abs().max() < rounded < model.assumed_rounding(z[0]) < 100 * rounded
+
+
 def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -481,6 +499,17 @@ def test_wrong_states_texts_and_paths_are_refused(
     write_states(torch.full((3, 24), torch.nan), "states.safetensors")
     with pytest.raises(DataError, match="some of its numbers are not finite"):
         read_states("states.safetensors")
+    z = torch.randn(3, 24)
+    for held, complaint in (
+        ({"a": z, "b": -z}, "call one of its 2 tensors states"),
+        ({}, "call one of its 0 tensors states"),
+        ({"z": torch.stack([z, z])}, r"the shape \(tokens, width\), not \(2, 3, 24\)"),
+        ({"z": z.long()}, "numbers of 16, 32 or 64 bits, not torch.int64"),
+        ({"z": z.to(torch.float8_e4m3fn)}, "not torch.float8_e4m3fn"),
+    ):
+        save_file(held, "states.safetensors")
+        with pytest.raises(DataError, match=complaint):
+            read_states("states.safetensors")
     with pytest.raises(ConfigurationError, match="empty"):
         model.encode("")
     with pytest.raises(CheckpointError, match="no folder here, and the Hub cannot be reached"):
@@ -488,3 +517,14 @@ def test_wrong_states_texts_and_paths_are_refused(
     for path in (f"{run.name}/nothing", "checkpoints/nothing"):
         with pytest.raises(CheckpointError, match="does not exist: name a run folder"):
             invformer.load(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_states_of_any_format_are_read_beside_others_and_as_a_batch_of_one(
+    run: Path, typed: Typed, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    z, file = invformer.load(run).encode("1 2 34").to(dtype), tmp_path / "states.safetensors"
+    for held in ({"z": z}, {"z": z[None]}, {"other": -z, "states": z.clone()}):
+        save_file(held, file)
+        for damage in ([], ["bits=8"], ["noise=0.01"]):
+            assert "recovered  1 2 34" in typed("invert", f"states={file}", *damage)

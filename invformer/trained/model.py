@@ -28,13 +28,14 @@ from torch import Tensor
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError, StorageError
+from invformer.evaluation.recovered_text import LEAST_ROUNDING
 from invformer.nn.certificate import Certificate
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.proof import certify, certify_trained
 from invformer.nn.quantised import quantised
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.precision import FORWARD_DTYPE
+from invformer.numerics.precision import FORWARD_DTYPE, RESIDUAL_FLOOR
 from invformer.proofs.prefix_margins import (
     MarginEvidence,
     Networks,
@@ -48,6 +49,8 @@ from invformer.trained.export import shared, write_export
 from invformer.trained.opening import configuration_of, find_checkpoint, restored, vocabulary_of
 
 log = logging.getLogger(__name__)
+# Where rounding is measured, and how much more than that is assumed.
+RANDOM_TEXTS, SEVERAL = 8, 8
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,28 @@ class TrainedModel:
                 tell(start, evidence)
         return joined(self.vocabulary, found.values())
 
+    @torch.no_grad()
+    def assumed_rounding(self, z: Float[Tensor, "tokens width"], text: str | None = None) -> float:
+        """How far a forward pass is assumed to round an entry of any text's states, not proven.
+
+        2⁻¹⁶ of the largest entry of z, or eight times the most that is measured on random texts and
+        on this one, against float64.
+        """
+        network, exact = self.network, self._exact[0]
+        shape, generator = (RANDOM_TEXTS, network.seq_len), torch.Generator().manual_seed(0)
+        drawn = torch.randint(self.vocabulary.size, shape, generator=generator).to(self.device)
+        texts = [*drawn]
+        if text:
+            tokens = self.vocabulary.encode(self.vocabulary.symbols_of(text)).long()
+            texts += tokens.to(self.device).split(network.seq_len)
+        pairs = (
+            (network.stack(network.embedding(t)), exact.stack(exact.embedding(t))) for t in texts
+        )
+        measured = max(
+            torch.dist(rounded.double(), right, p=math.inf).item() for rounded, right in pairs
+        )
+        return max(LEAST_ROUNDING * z.abs().amax().item(), SEVERAL * measured)
+
     def export(
         self, folder: str | os.PathLike[str], name: str | None = None, bits: int | None = None
     ) -> None:
@@ -350,15 +375,25 @@ def opened(checkpoint: Checkpoint, device: str = "auto") -> TrainedModel:
 
 
 def read_states(path: str) -> Float[Tensor, "tokens width"]:
-    """The only tensor in a safetensors file, of numbers; raises DataError for anything else."""
+    """The states of one text in a safetensors file; raises DataError for anything else.
+
+    They are the only tensor in it, or the one that is called ``states``, also as a batch of one.
+    """
     try:
-        (states,) = safetensors.torch.load_file(os.path.expanduser(path)).values()
-        if not states.is_floating_point():
-            raise ValueError(f"states are floating-point numbers, not {states.dtype}")
+        held = safetensors.torch.load_file(os.path.expanduser(path))
+        if "states" not in held and len(held) != 1:
+            raise ValueError(f"call one of its {len(held)} tensors states")
+        states = held["states"] if "states" in held else next(iter(held.values()))
+        if states.ndim == 3 and len(states) == 1:
+            states = states[0]
+        if states.ndim != 2:
+            raise ValueError(f"states have the shape (tokens, width), not {tuple(states.shape)}")
+        if states.dtype not in RESIDUAL_FLOOR:
+            raise ValueError(f"states are numbers of 16, 32 or 64 bits, not {states.dtype}")
         if not states.isfinite().all():
             raise ValueError("some of its numbers are not finite")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise DataError(f"{path}: not a safetensors file with one tensor ({error})") from None
+        raise DataError(f"{path}: not a safetensors file of states ({error})") from None
     return states
 
 
