@@ -1,7 +1,7 @@
 """The local Lipschitz constants of every residual branch at a fixed text, step after step."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -125,9 +125,9 @@ class LipschitzProbe:
         self.model.through_stack(x, lambda layer, u, *_: of_layer[layer].forward(u), weights)
         return parts
 
-    def steps(self, num_steps: int, weights: FoldedStackWeights | None = None) -> Iterator[Step]:
+    def steps(self, num_steps: int, stacked: Sequence[StackedBranches]) -> Iterator[Step]:
         """The last of some steps of power iteration, for each part."""
-        for part, at in zip(self.parts, self.stacked(weights), strict=True):
+        for part, at in zip(self.parts, stacked, strict=True):
             if part.iteration.norm == "frobenius":
                 whole = at.whole()
                 products = lambda _, whole=whole: whole  # noqa: E731
@@ -138,38 +138,51 @@ class LipschitzProbe:
             yield part.iteration.step(products)
 
     @torch.no_grad()
-    def values(self, weights: FoldedStackWeights | None = None) -> Float[Tensor, "branches"]:
+    def values(
+        self,
+        weights: FoldedStackWeights | None = None,
+        stacked: Sequence[StackedBranches] | None = None,
+    ) -> Float[Tensor, "branches"]:
         """One estimate per branch in the order of ``names``, the largest over the sequences.
 
-        The first one takes ``FIRST_STEPS``. ``weights`` are those of a training step.
+        The first one takes ``FIRST_STEPS``. ``weights`` are those of a training step. What
+        local bounds are compared with is estimated from the same ``stacked`` branches: two
+        computations of one pre-activation may round to different sides of a kink.
         """
         num_steps, self.has_started = 1 if self.has_started else FIRST_STEPS, True
         is_short = self.tokens.numel() <= SHORT
-        if self.is_compiled:
+        if self.is_compiled and stacked is None:
             weights = weights or self.model.weights()
             x, diagonal = self.model.embedding(self.tokens), self.measured == "diagonal_block"
             how = self.iterations, num_steps, diagonal, 1 if is_short else torch.get_num_threads()
             values = compiled.estimates(self.model.stack, weights, x, *how)
             return values.mul_(rounding_factor(values))
-        if self.replayed and num_steps == 1:
+        if self.replayed and num_steps == 1 and stacked is None:
             return self.replayed[weights is not None](weights)
         # On a CPU small operations lose more by waiting for a second thread than it computes.
         one_thread = changed(torch.get_num_threads, torch.set_num_threads, 1)
         with one_thread if is_short else nullcontext():
-            return self.by_torch(weights, num_steps)
+            return self.by_torch(weights, num_steps, stacked)
 
     def by_torch(
-        self, weights: FoldedStackWeights | None, num_steps: int = 1
+        self,
+        weights: FoldedStackWeights | None,
+        num_steps: int = 1,
+        stacked: Sequence[StackedBranches] | None = None,
     ) -> Float[Tensor, "branches"]:
         """The estimates by operations of PyTorch."""
-        parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
+        steps = self.steps(num_steps, stacked or self.stacked(weights))
+        parts = [step.gains.amax((-2, -1)) for step in steps]
         return torch.stack(parts, -1).flatten() * rounding_factor(parts[0])
 
     @torch.no_grad()
-    def estimate(self, num_steps: int = 1) -> dict[str, tuple[Tensor, Tensor]]:
+    def estimate(
+        self, num_steps: int = 1, stacked: Sequence[StackedBranches] | None = None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """An estimate per branch, and how far its vector is from stationary, (sequences,)."""
         found = {}
-        for part, (gains, residual) in zip(self.parts, self.steps(num_steps), strict=True):
+        steps = self.steps(num_steps, stacked or self.stacked())
+        for part, (gains, residual) in zip(self.parts, steps, strict=True):
             best = gains.argmax(-1, keepdim=True)
             values = gains.gather(2, best).squeeze(2) * rounding_factor(gains)
             residuals = residual().gather(2, best).squeeze(2)

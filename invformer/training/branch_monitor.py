@@ -73,24 +73,25 @@ class BranchMonitor:
         """Estimate and bound with the validated weights; the next step's vectors stay the same."""
         step = self.module.step
         with self.watch, torch.inference_mode(False), self.probe.unchanged():
-            record(trainer, step, self.row(None) | self.proven(self.probe))
+            stacked = self.probe.stacked()
+            record(trainer, step, self.row(None, stacked) | self.proven(self.probe, stacked))
         if (share := self.watch.share(self.stopped)) is not None:
             record(trainer, step, {"perf/monitor_overhead": share})
 
-    def row(self, weights: FoldedStackWeights | None) -> Numbers:
+    def row(self, weights: FoldedStackWeights | None, stacked: Any = None) -> Numbers:
         """Estimates, as a vector on the device, and the target; None computes the weights."""
-        row = self.by_key("estimate", self.probe.values(weights))
+        row = self.by_key("estimate", self.probe.values(weights, stacked))
         if self.probe.model.is_invertible:
             row["lipschitz/target"] = self.probe.target
         return row
 
-    def proven(self, probe: LipschitzProbe) -> Numbers:
+    def proven(self, probe: LipschitzProbe, stacked: Any) -> Numbers:
         """Local bounds and bounds of the branches, if there is a theorem for each of them."""
         try:
             per_branch = certify(probe.model).per_branch
         except NoCertificateError:
             return {}
-        found = local_bounds(probe)
+        found = local_bounds(probe, stacked=stacked)
         bounds = found.new_tensor([per_branch[name] for name in probe.names])
         local = torch.minimum(found, bounds)  # what holds everywhere holds here
         return self.by_key("local_bound", local) | self.by_key("bound", bounds)

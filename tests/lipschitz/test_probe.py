@@ -4,11 +4,14 @@ import copy
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from invformer.branches.feed_forward.feed_forward import ACTIVATIONS
 from invformer.config.load import CONFIGS
+from invformer.evaluation.lipschitz import require_sandwich
 from invformer.lipschitz.local_bounds import local_bound, local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, Measured, certified_in
 from invformer.nn import (
@@ -32,6 +35,7 @@ from tests.support.builders import (
     preset_model,
     random_tokens,
     scaled_model,
+    small_model,
     trained_a_little,
 )
 from tests.support.host_syncs import HostSyncs
@@ -171,6 +175,25 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
         if measured == certified_in(model):
             for branch, bound in zip(probe.names, local_bounds(probe).tolist(), strict=True):
                 assert norm(true[branch]) <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_activation_lifts_an_estimate_above_the_local_bound_beside_it(
+    activation: Any, dtype: torch.dtype
+) -> None:
+    model = small_model(name="contractive_l2", activation=activation, initial_sharpness=30.0)
+    model.initialise(random_tokens(8))
+    model.to(dtype)
+    probe = LipschitzProbe(model, random_tokens(2))
+    for size in (0.0, 0.75, 20.0, 500.0):  # with 0.75 gelu's slope changes its sign
+        for signs in (-1.0, 1.0, torch.randn(2 * WIDTH).sign()):
+            for block in model.stack.blocks:
+                block.feed_forward.branch.b_in.data[:] = size / 30 * signs
+            stacked = probe.stacked()
+            beside = probe.values(None, stacked), local_bounds(probe, stacked=stacked)
+            for name, low, high in zip(probe.names, *beside, strict=True):
+                require_sandwich(name, {"estimate": low.item(), "local_bound": high.item()})
 
 
 @pytest.mark.parametrize("measured", [None, "frobenius"])

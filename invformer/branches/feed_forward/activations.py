@@ -28,4 +28,4 @@ def activation_slope(activation: Activation, h: Tensor) -> Tensor:
         case "relu":
             return (h > 0).to(h.dtype)
         case "tanh":
-            return 1 - torch.tanh(h).square()
+            return torch.cosh(h).square().reciprocal()  # 1 − tanh² loses what is small

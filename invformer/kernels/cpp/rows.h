@@ -72,7 +72,7 @@ std::pair<Vector<T>, Vector<T>> activate(int64_t kind, Vector<T> h) {
   const Vector<T> e = exponential<T>(kind == TANH ? -2 * size : -size);
   if (kind == TANH) {
     const Vector<T> t = (one - e) / (one + e);
-    return {h < zero ? -t : t, one - t * t};
+    return {h < zero ? -t : t, 4 * e / ((one + e) * (one + e))};
   }
   const Vector<T> sigmoid = (h < zero ? e : one) / (one + e);
   return {h * sigmoid, sigmoid * (one + h * (one - sigmoid))};
