@@ -30,7 +30,11 @@ from torch.nn import functional as F
 
 from invformer.kernels import native, triton_attention
 from invformer.kernels.blocked import blocked_attention
-from invformer.kernels.native_attention import native_attention, native_ball_attention
+from invformer.kernels.native_attention import (
+    has_tangents,
+    native_attention,
+    native_ball_attention,
+)
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import PerHead, l2_attention, with_lengths
 from invformer.numerics.precision import at_least_single, without_autocast
@@ -65,7 +69,8 @@ class LogitBias:
 
 def attend(q: PerHead, k: PerHead, v: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
     """Dot-product attention softmax(q kᵀ/√d + b) v; ValueError if the kernel cannot do it."""
-    kernel = choose(kernel, q, bias)
+    require_alike(q, k, v)
+    kernel = choose(kernel, q, bias, False, k, v)
     if kernel == "math":
         logits = (q / math.sqrt(q.shape[-1])) @ k.mT + bias.dense().to(q.dtype)
         return logits.softmax(-1) @ v
@@ -99,10 +104,10 @@ def attend_in_ball(
     heads = len(temperature)
     rows = z.unflatten(-1, (3, heads, -1))
     q_in = rows.select(-3, 0).transpose(-3, -2)  # (*batch, H, N, d)
-    kernel = choose(kernel, q_in, bias)
+    kernel = choose(kernel, q_in, bias, False, temperature)
     if kernel == "native" and z.dtype.itemsize >= 4:
         z = z.reshape(-1, *z.shape[-2:]).contiguous()
-        tau, by_lag = temperature.to(z.dtype), _by_lag(bias, q_in)
+        tau, by_lag = temperature.to(z.dtype).contiguous(), _by_lag(bias, q_in)
         return native_ball_attention(z, tau, by_lag, strictly_causal)[0].view(q_in.shape)
     q, k, v = (part.transpose(-3, -2) for part in into_ball(rows, 1.0).unbind(-3))
     if strictly_causal:
@@ -147,16 +152,36 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
     return (y + origin).view(shape).to(dtype)
 
 
-def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kernel:
-    """The kernel that ``auto`` stands for, or the one asked for; ValueError if it cannot."""
+def require_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless queries, keys and values have one shape and format on one device."""
+    kinds = [(tuple(t.shape), t.dtype, t.device) for t in (q, k, v)]
+    if len(set(kinds)) > 1:
+        each = ", ".join(f"{shape} in {dtype} on {device}" for shape, dtype, device in kinds)
+        raise ValueError(f"queries, keys and values have one shape and format, got {each}")
+
+
+def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False, *others: Tensor) -> Kernel:
+    """The kernel that ``auto`` stands for, or the one asked for; ValueError if it cannot.
+
+    It is ``math`` in forward mode and under ``torch.func``, which the others do not know.
+    """
     kernel = _override or kernel
+    if kernel not in get_args(Kernel):
+        raise ValueError(f"unknown attention kernel {kernel!r}: choose one of {get_args(Kernel)}")
+    if not q.is_floating_point():
+        raise ValueError(f"attention is for floating-point numbers, not {q.dtype}")
+    if not q.is_floating_point():
+        raise ValueError(f"attention is for floating-point numbers, not {q.dtype}")
+    by_lag = () if bias.by_lag is None else (bias.by_lag,)
+    if torch._C._are_functorch_transforms_active() or has_tangents(q, *others, *by_lag):
+        return "math"
     on_cpu, is_plain = q.device.type == "cpu", bias.is_zero and not l2
     if kernel == "auto":
         short, long = q.shape[-2] <= SHORT, q.shape[-2] > LONGEST_MASK
         # Accelerators have no fused kernel for float64; longer texts need one of less memory.
         precise = q.dtype == torch.float64 and (torch.is_grad_enabled() or not (on_cpu or long))
         plain = precise or short or bias.by_lag is None or not q.numel()
-        if plain or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        if plain or torch.jit.is_tracing():
             return "math"
         if on_cpu and native.occupies_threads(math.prod(q.shape[:-2])) and native.is_available():
             return "native"
@@ -164,8 +189,6 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
             return "triton"
         fits = is_plain or (not on_cpu and (bias.is_zero or not long))
         return "sdpa" if fits else "blocked"
-    if kernel not in get_args(Kernel):
-        raise ValueError(f"unknown attention kernel {kernel!r}: choose one of {get_args(Kernel)}")
     why = None
     if kernel != "math" and bias.by_lag is None:
         why = "needs a causal mask: choose 'math'"
@@ -179,7 +202,7 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
         return "blocked"  # inverses of a model are computed in float64
     elif kernel == "triton" and not triton_attention.can_take(q):
         why = f"takes at most {triton_attention.MOST_CHANNELS} channels a head: choose 'auto'"
-    elif kernel in ("sdpa", "triton") and not q.numel():
+    elif kernel in ("native", "sdpa", "triton") and not q.numel():
         return "math"  # PyTorch's own give no gradient to the bias of nothing
     if why:
         raise ValueError(f"attention kernel {kernel!r} {why}")
@@ -200,6 +223,8 @@ def only(kernel: Kernel) -> Iterator[None]:
 def _by_lag(bias: LogitBias, q: Tensor) -> Tensor:
     """b at every lag, for every head of q and in its precision, in float32 at least."""
     assert bias.by_lag is not None
+    if bias.by_lag.shape[-1] != q.shape[-2]:
+        raise ValueError(f"{bias.by_lag.shape[-1]} lags of a bias for {q.shape[-2]} tokens")
     dtype = torch.promote_types(q.dtype, torch.float32)
     return bias.by_lag.to(dtype).expand(q.shape[-3], -1).contiguous()
 

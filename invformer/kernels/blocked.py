@@ -15,6 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from invformer.kernels.native_attention import refuse_tangents
+
 # Logits held at a time: 2 MiB of float32, the second-level caches of two cores. Elsewhere 64 MiB:
 # there a call has to be large (not measured).
 BLOCK_ELEMENTS, BLOCK_ELEMENTS_ON_ACCELERATOR = 2**19, 2**24
@@ -137,6 +139,7 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy):
+    refuse_tangents(dy)
     return blocked_attention_backward(dy, *ctx.saved_tensors)
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
+FORMATS = (torch.float32, torch.float64)
 # A compiler that takes longer is given up; it usually takes about ten seconds.
 PATIENCE_S = 120
 
@@ -50,6 +52,8 @@ def complaint() -> str | None:
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
     """Run a compiled function for numbers of this format, if code :func:`is_available`."""
+    if dtype not in FORMATS:
+        raise ValueError(f"compiled code computes in float32 or float64, not {dtype}")
     function = getattr(_found(), f"{str(dtype).removeprefix('torch.')}_{name}")
     function.restype = ctypes.c_bool
     if not function(*arguments):
@@ -66,9 +70,30 @@ def threads_for(parts: int) -> ctypes.c_int:
     return ctypes.c_int(max(1, min(torch.get_num_threads(), parts)))
 
 
-def pointer(t: Tensor) -> ctypes.c_void_p:
-    """The address of the tensor's numbers; the tensor has to outlive the call."""
+def pointer(t: Tensor, *shape: int, dtype: torch.dtype) -> ctypes.c_void_p:
+    """The address of the numbers of a tensor without gaps; it has to outlive the call.
+
+    ValueError unless it is of this shape and format, in this process's memory.
+    """
+    require(t, shape, dtype)
+    if not t.is_contiguous():
+        raise ValueError(f"compiled code takes tensors without gaps, not strides {t.stride()}")
     return ctypes.c_void_p(t.data_ptr())
+
+
+def require(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raise ValueError unless the tensor is one that compiled code can read, however it lies."""
+    if t.shape != tuple(shape) or t.dtype != dtype or not is_readable(t):
+        raise ValueError(
+            f"compiled code expects {tuple(shape)} in {dtype} on the CPU, got {tuple(t.shape)} in "
+            f"{t.dtype} on {t.device}"
+        )
+
+
+def is_readable(t: Tensor) -> bool:
+    """True if there are numbers at the tensor's address, as they are, in this process's memory."""
+    is_plain = type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided
+    return is_plain and t.device.type == "cpu" and not t.is_neg()
 
 
 @cache

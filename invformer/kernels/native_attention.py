@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from invformer.kernels import native
 from invformer.kernels.native import pointer
@@ -40,8 +41,8 @@ def native_attention(
     Of L2 logits −‖q_i − q_0‖²/√d is left out in the second.
     """
     y, log_mass = _results(q)
-    seen, to = map(_heads, _seen(q, k, v)), (_heads(y), pointer(log_mass))
-    _call("forward", q, *seen, pointer(by_lag), *PLAIN, *to, l2=k is None)
+    seen, to = map(_heads, _seen(q, k, v)), (_heads(y), _pointer(log_mass, q))
+    _call("forward", q, *seen, _by_lag(by_lag, q), *PLAIN, *to, l2=k is None)
     return y, log_mass
 
 
@@ -53,10 +54,10 @@ def native_attention_backward(
     l2 = k is None
     gradients = [token_by_token(q) for _ in range(1 if l2 else 3)]
     dbias = torch.empty_like(log_mass)
-    given = [with_channels_together(dy), *_seen(q, k, v)]
+    given = [_alike(dy, q), *_seen(q, k, v)]
     to = [*map(_heads, gradients), *[NOTHING] * (3 - len(gradients))]
-    made_of = (pointer(by_lag), *PLAIN, pointer(log_mass))
-    _call("backward", q, *map(_heads, given), *made_of, *to, pointer(dbias), None, l2=l2)
+    made_of = (_by_lag(by_lag, q), *PLAIN, _pointer(log_mass, q))
+    _call("backward", q, *map(_heads, given), *made_of, *to, _pointer(dbias, q), None, l2=l2)
     return [dbias.sum(0), *gradients]
 
 
@@ -69,10 +70,11 @@ def native_ball_attention(
     z is (B, N, 3 H d) without gaps, τ (H,) and b (H, N). Strictly causal, keys and values are those
     of the token before, zero for the first token.
     """
-    q, k, v = _parts(z, len(temperature))
+    q, k, v = _parts_of(z, temperature)
     y, log_mass = _results(q)
-    made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strictly_causal))
-    _call("forward", q, *map(_heads, (q, k, v)), *made_of, _heads(y), pointer(log_mass), l2=False)
+    made_of = (*_of_heads(by_lag, temperature, q), ctypes.c_bool(strictly_causal))
+    to = _heads(y), _pointer(log_mass, q)
+    _call("forward", q, *map(_heads, (q, k, v)), *made_of, *to, l2=False)
     return y, log_mass
 
 
@@ -86,15 +88,26 @@ def native_ball_attention_backward(
     strictly_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of z, τ and b."""
-    heads = len(temperature)
-    q, k, v = _parts(z, heads)
+    q, k, v = _parts_of(z, temperature)
     dz, dbias = torch.empty_like(z), torch.empty_like(log_mass)
     dtemperature = z.new_empty(q.shape[:2])
-    given = map(_heads, (with_channels_together(dy), q, k, v))
-    made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strictly_causal))
-    to = (*map(_heads, _parts(dz, heads)), pointer(dbias), pointer(dtemperature))
-    _call("backward", q, *given, *made_of, pointer(log_mass), *to, l2=False)
+    given = map(_heads, (_alike(dy, q), q, k, v))
+    made_of = (*_of_heads(by_lag, temperature, q), ctypes.c_bool(strictly_causal))
+    to = (
+        *map(_heads, _parts(dz, q.shape[1])),
+        _pointer(dbias, q),
+        pointer(dtemperature, *q.shape[:2], dtype=q.dtype),
+    )
+    _call("backward", q, *given, *made_of, _pointer(log_mass, q), *to, l2=False)
     return dz, dtemperature.sum(0), dbias.sum(0)
+
+
+def _parts_of(z: Tensor, temperature: Tensor) -> list[Tensor]:
+    """Queries, keys and values of as many heads as there are temperatures."""
+    if z.ndim != 3 or temperature.ndim != 1 or z.shape[-1] % (3 * max(1, len(temperature))):
+        raise ValueError(f"compiled code expects (B, N, 3 H d), got {tuple(z.shape)}")
+    pointer(z, *z.shape, dtype=z.dtype)
+    return _parts(z, len(temperature))
 
 
 def _parts(z: Tensor, heads: int) -> list[Tensor]:
@@ -104,6 +117,8 @@ def _parts(z: Tensor, heads: int) -> list[Tensor]:
 
 def _call(direction: str, q: Tensor, *arguments: Any, l2: bool) -> None:
     """The compiled function for the precision of q."""
+    if not q.numel():
+        return
     sizes = [ctypes.c_int64(n) for n in q.shape]
     threads = native.threads_for(len(q) * q.shape[1])
     native.call(f"attention_{direction}", q.dtype, *arguments, *sizes, ctypes.c_bool(l2), threads)
@@ -111,8 +126,30 @@ def _call(direction: str, q: Tensor, *arguments: Any, l2: bool) -> None:
 
 def _seen(q: Tensor, k: Tensor | None, v: Tensor | None) -> list[Tensor]:
     """Queries, keys and values as the compiled code takes them."""
-    q = with_channels_together(q)
-    return [q, *(q if t is None else with_channels_together(t) for t in (k, v))]
+    if q.ndim != 4 or not q.shape[-1] or (k is None) != (v is None):
+        raise ValueError(f"compiled code expects (B, H, N, d), got {tuple(q.shape)}")
+    return [_alike(q if t is None else t, q) for t in (q, k, v)]
+
+
+def _alike(t: Tensor, q: Tensor) -> Tensor:
+    """A tensor of the shape and format of q, with its channels together."""
+    native.require(t, q.shape, q.dtype)
+    return with_channels_together(t)
+
+
+def _pointer(t: Tensor, q: Tensor) -> ctypes.c_void_p:
+    """To a number for each query."""
+    return pointer(t, *q.shape[:-1], dtype=q.dtype)
+
+
+def _by_lag(by_lag: Tensor, q: Tensor) -> ctypes.c_void_p:
+    """To the biases of every head."""
+    return pointer(by_lag, *q.shape[1:3], dtype=q.dtype)
+
+
+def _of_heads(by_lag: Tensor, temperature: Tensor, q: Tensor) -> tuple[ctypes.c_void_p, ...]:
+    """To the biases of every head, and to its temperature."""
+    return _by_lag(by_lag, q), pointer(temperature, q.shape[1], dtype=q.dtype)
 
 
 def _heads(t: Tensor) -> _Heads:
@@ -152,7 +189,21 @@ def _keep(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
+def refuse_tangents(*tensors: Tensor) -> None:
+    """Raise NotImplementedError where a forward-mode derivative would be lost."""
+    if has_tangents(*tensors):
+        raise NotImplementedError("fused attention has no second derivative: choose kernel 'math'")
+
+
+def has_tangents(*tensors: Tensor) -> bool:
+    """True if one of them carries a forward-mode derivative."""
+    return not torch.compiler.is_compiling() and any(
+        unpack_dual(t).tangent is not None for t in tensors
+    )
+
+
 def _backward(ctx, dy, dlog_mass):
+    refuse_tangents(dy)
     dbias, *gradients = native_attention_backward(dy, *ctx.saved_tensors)
     return *gradients, *[None] * (3 - len(gradients)), dbias
 
@@ -177,6 +228,7 @@ def _keep_ball(ctx, inputs, output) -> None:
 
 
 def _backward_ball(ctx, dy, dlog_mass):
+    refuse_tangents(dy)
     return *native_ball_attention_backward(dy, *ctx.saved_tensors, ctx.strictly_causal), None
 
 

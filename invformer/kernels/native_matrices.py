@@ -31,9 +31,10 @@ def can_take(weights: Sequence[Tensor]) -> bool:
         return False  # which would keep the result as a constant
     if torch._C._are_functorch_transforms_active():
         return False  # their tensors have no memory
-    alike = {w.dtype for w in weights} in ({torch.float32}, {torch.float64})
+    alike = len({w.dtype for w in weights}) == 1 and weights[0].dtype in native.FORMATS
     whole = all(
-        w.device.type == "cpu" and (w.is_contiguous() or w.mT.is_contiguous()) for w in weights
+        native.is_readable(w) and w.numel() and (w.is_contiguous() or w.mT.is_contiguous())
+        for w in weights
     )
     return alike and whole and native.occupies_threads(len(weights)) and native.is_available()
 
@@ -57,10 +58,12 @@ def bounds(
     log_norms, rights = torch.empty(count, dtype=torch.float64), first.new_empty(count, n)
     lefts = [w.new_empty(len(w)) for w in weights]
     native.call(
-        "normalise", first.dtype, *group(weights, [left.data_ptr() for left in lefts]),
+        "normalise", first.dtype, *group(weights, lefts),
         *map(ctypes.c_int, (squarings, rescale_every, 0 if start is None else num_vectors)),
-        *map(ctypes.c_double, lifts), None if start is None else pointer(start),
-        pointer(log_norms), pointer(rights), native.threads_for(count),
+        *map(ctypes.c_double, lifts),
+        None if start is None else pointer(start, n, dtype=first.dtype),
+        pointer(log_norms, count, dtype=torch.float64),
+        pointer(rights, count, n, dtype=first.dtype), native.threads_for(count),
     )  # fmt: skip
     return log_norms, rights, lefts
 
@@ -70,13 +73,14 @@ def orthogonalised(
 ) -> list[Tensor]:
     """gain √max(m, n) X of every matrix, by steps X ← aX + b(XXᵀ)X + c(XXᵀ)²X from X/‖X‖_F.
 
-    Every batch (B, m, n) lies in one piece; a, b and c are the ``quintic``.
+    a, b and c are the ``quintic``.
     """
-    results = [torch.empty_like(batch) for batch in batches]
-    by_width: dict[int, list[tuple[Tensor, int]]] = {}
+    batches = [batch.contiguous() for batch in batches]
+    results = [b.new_empty_strided(b.shape, b.stride()) for b in batches]
+    by_width: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for batch, result in zip(batches, results, strict=True):
-        for x, y in zip(tall_side(batch), result, strict=True):
-            by_width.setdefault(x.shape[-1], []).append((x, y.data_ptr()))
+        for x, y in zip(tall_side(batch), tall_side(result), strict=True):
+            by_width.setdefault(x.shape[-1], []).append((x, y))
     for pairs in by_width.values():
         native.call(
             "orthogonalise", results[0].dtype, *group(*zip(*pairs, strict=True)),
@@ -87,12 +91,19 @@ def orthogonalised(
 
 
 def group(
-    weights: Sequence[Tensor], lefts: Sequence[int]
+    weights: Sequence[Tensor], lefts: Sequence[Tensor]
 ) -> tuple[ctypes.Array, ctypes.c_int64, ctypes.c_int64]:
-    """Tall matrices of one n and a pointer for each, as compiled functions take them."""
-    each = [
-        _Weight(w.data_ptr(), len(w), *w.stride(), left)
-        for w, left in zip(weights, lefts, strict=True)
-    ]
-    n = weights[0].shape[-1]
+    """Tall matrices of one n, and for each a vector, or a matrix that lies as it does.
+
+    Compiled functions take them so, each in one piece.
+    """
+    n, dtype = weights[0].shape[-1], weights[0].dtype
+    each = []
+    for w, left in zip(weights, lefts, strict=True):
+        native.require(w, (len(w), n), dtype)
+        if left.ndim > 1 and left.stride() != w.stride():
+            raise ValueError(
+                f"compiled code takes matrices that lie alike, not {w.stride()} and {left.stride()}"
+            )
+        each.append(_Weight(w.data_ptr(), len(w), *w.stride(), left.data_ptr()))
     return (_Weight * len(each))(*each), ctypes.c_int64(len(each)), ctypes.c_int64(n)

@@ -10,6 +10,7 @@ those of float32 are three of TF32, with an error near that of float32.
 
 import importlib
 import math
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -19,7 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from invformer.kernels.blocked import sum_by_lag
-from invformer.kernels.native_attention import token_by_token, with_channels_together
+from invformer.kernels.native_attention import (
+    refuse_tangents,
+    token_by_token,
+    with_channels_together,
+)
 
 MOST_CHANNELS = 128
 # The bias's gradient is summed by about so many programs, if there are enough samples.
@@ -87,7 +92,7 @@ def triton_attention_backward(
     """Gradients of q, of k and v if there are any, and of by_lag if asked for."""
     tied, seen, bias = k is None, _seen(q, k, v), _bias(q, by_lag)
     gradients = [token_by_token(q) for _ in range(1 if tied else 3)]
-    delta, outer = torch.empty_like(log_mass), _strided(dy)
+    delta, outer = torch.empty_like(log_mass), _strided(dy, q)
     _launch("backward_queries", (gradients[0], delta, y, log_mass, *outer), seen, bias, tied)
     to = (gradients[0], None, None) if tied else gradients
     _launch("backward_keys", (*to, delta, log_mass, *outer), seen, bias, tied)
@@ -161,6 +166,7 @@ def _bias(q: Tensor, by_lag: Tensor | None) -> Tensor | None:
     """
     if by_lag is None:
         return None
+    _require(by_lag, q.shape[1:3], torch.float32, q)
     rows, tokens = Tiles.of(q).block, q.shape[-2]
     more = rows + -tokens % rows
     falling = F.pad(by_lag.flip(-1), (more, rows - 1), value=-math.inf)
@@ -169,11 +175,21 @@ def _bias(q: Tensor, by_lag: Tensor | None) -> Tensor | None:
 
 def _seen(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Any, ...]:
     """Queries, keys and values, each with its strides."""
-    return tuple(part for t in (q, k, v) for part in _strided(q if t is None else t))
+    return tuple(part for t in (q, k, v) for part in _strided(q if t is None else t, q))
 
 
-def _strided(t: Tensor) -> tuple[Any, ...]:
-    """A tensor whose channels lie together, and its strides."""
+def _require(t: Tensor, shape: Sequence[int], dtype: torch.dtype, q: Tensor) -> None:
+    """Raise ValueError unless a tensor is of this shape and format, and where q is."""
+    if t.shape != tuple(shape) or t.dtype != dtype or t.device != q.device:
+        raise ValueError(
+            f"the kernel expects {tuple(shape)} in {dtype} on {q.device}, got {tuple(t.shape)} in "
+            f"{t.dtype} on {t.device}"
+        )
+
+
+def _strided(t: Tensor, q: Tensor) -> tuple[Any, ...]:
+    """A tensor like q whose channels lie together, and its strides."""
+    _require(t, q.shape, q.dtype, q)
     t = with_channels_together(t)
     return t, *t.stride()[:3]
 
@@ -200,6 +216,7 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy, dlog_mass):
+    refuse_tangents(dy)
     with_bias = ctx.needs_input_grad[3]
     found = triton_attention_backward(dy, *ctx.saved_tensors, with_bias)
     dbias = found.pop() if with_bias else None

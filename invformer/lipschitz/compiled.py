@@ -25,7 +25,6 @@ from invformer.nn.residual import (
 from invformer.nn.stack import FoldedStackWeights, InvertibleStack
 from invformer.nn.transformer import PreNormBlock, PreNormStack
 
-FORMATS = (torch.float32, torch.float64)
 BLOCKS = (InvertibleBlock, PreNormBlock, CouplingBlock)
 # What a branch consists of, in the order of ``Branch`` in branch.h, which explains it.
 TENSORS = (
@@ -71,7 +70,7 @@ def can_take(
             each.norm != "frobenius"
             and each.slots.shape[-1] <= TOKENS_AT_ONCE
             and each.left.device.type == "cpu"
-            and each.left.dtype in FORMATS
+            and each.left.dtype in native.FORMATS
             for each in iterations
         )
         and native.is_available()
@@ -101,18 +100,44 @@ def estimates(
         for branch, value, left, lengths in vectors:
             branch |= {"left": left, "lengths": lengths, "estimate": value}
             branch |= {"at_once": iteration.slots.shape[-1], "turn": iteration.turn}
-    each = [
-        _Branch(**{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in branch.items()})
-        for branch in branches
-    ]
     entries = iterations[0].norm == "entry_max"
     width = iterations[0].left.shape[-1]
+    each = [_Branch(**addressed(branch, x, width)) for branch in branches]
     sizes = *x.shape[:-1], width, x.shape[-1] // width, len(each)
     call = _Call(*sizes, num_steps, diagonal, entries, min(threads, len(each)))
-    native.call("advance", x.dtype, (_Branch * len(each))(*each), native.pointer(x), call)
+    text = native.pointer(x, *x.shape, dtype=x.dtype)
+    native.call("advance", x.dtype, (_Branch * len(each))(*each), text, call)
     for iteration in iterations:
         iteration.turn_by(num_steps)
     return values
+
+
+def addressed(branch: Fields, x: Tensor, width: int) -> dict[str, Any]:
+    """The same with tensors by their addresses; ValueError if the sizes of one do not fit."""
+    own: Any = {"heads": 0, "kernel": 1, "reads": 0, "writes": 0, "is_tied": False} | branch
+    text, heads, inner, outer = x.shape[:-1], own["heads"], own["inner"], own["outer"]
+    parts = 3 if heads and not own["is_tied"] else 1  # queries, keys and values
+    fits = inner == parts * outer and outer % max(1, heads) == 0
+    if not fits or max(own["reads"], own["writes"]) + width > x.shape[-1]:
+        raise ValueError(f"compiled estimates: maps to {inner} and from {outer} channels misfit")
+    shapes = dict.fromkeys(TENSORS, (width,)) | {
+        "w": (own["kernel"] * width, inner), "b": (inner,), "v": (outer, width), "estimate": (),
+        "turn": (), "temperatures": (heads,), "left": (*text, width), "lengths": text,
+    }  # fmt: skip
+    for name, t in branch.items():
+        if not isinstance(t, Tensor):
+            continue
+        if name == "biases":  # of every head or of all, at more lags perhaps than there are
+            rows = heads if own["bias_stride"] else 1
+            native.require(t[:rows, : text[-1] - 1], (rows, text[-1] - 1), x.dtype)
+            own[name] = native.pointer(t[:1], 1, t.shape[-1], dtype=x.dtype)
+        elif name in ("w", "v"):  # by their strides
+            native.require(t, shapes[name], x.dtype)
+            own[name] = t.data_ptr()
+        else:
+            dtype = torch.int64 if name == "turn" else x.dtype
+            own[name] = native.pointer(t, *shapes[name], dtype=dtype)
+    return own
 
 
 def of_invertible(stack: Any, weights: FoldedStackWeights) -> list[Fields]:

@@ -97,7 +97,7 @@ void write_rows(Matrix<T> dx, T* g, Rows<T> u, T scale, Sizes<T> size, View view
   }
   for (int64_t i = view.strictly_causal; i < size.tokens; ++i)
     std::copy_n(g + i * size.width, size.channels, dx.at(i - view.strictly_causal));
-  if (view.strictly_causal) std::fill_n(dx.at(size.tokens - 1), size.channels, T(0));
+  if (view.strictly_causal && size.tokens > 0) std::fill_n(dx.at(size.tokens - 1), size.channels, T(0));
 }
 
 // The transpose of rows of channels, in panels of PANEL tokens that lie together; zeros at the end.
