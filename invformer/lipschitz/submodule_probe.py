@@ -14,7 +14,7 @@ from invformer.lipschitz.taps import Taps
 # Steps of power iteration of the first estimate, which starts at random.
 FIRST_STEPS = 8
 # Steps of the measurements after it, while weights move fast, of all later ones, and of a matrix.
-EARLY, EARLY_STEPS, STEPS_OF_MATRIX = 10, 3, 6
+EARLY, EARLY_STEPS, STEPS_OF_MATRIX = 10, 3, 3
 # Length of the vectors of the submodules inside, which are added to those of what contains them.
 INSIDE = 0.1
 # Part of ‖J‖² that is subtracted from JJᵀ; below ½ the largest singular value stays the largest.

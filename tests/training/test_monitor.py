@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 
+from invformer import load
 from invformer.nn.proof import certify
 from invformer.runs.run_log import read_rows
 from invformer.training.branch_monitor import Stopwatch
