@@ -15,7 +15,7 @@ INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
 MODULE = "invformer.training.module"
 STEP, UPDATED = f"{MODULE}:CharLanguageModel.training_step", f"{MODULE}:refresh_normalisers"
 VALIDATION = f"{MODULE}:CharLanguageModel.validation_step"
-WRITE = "invformer.runs.checkpoint:write_new"
+WRITE = "invformer.runs.writing:write_new"
 # Where one run is stopped again and again; each start counts its calls anew.
 PLACES = {
     "twice, the second time while the state is being saved": [(STEP, 3, TERM), (WRITE, 2, INT)],

@@ -19,7 +19,7 @@ WRITES = 9  # files written before the disk is full: one checkpoint, and a part 
 
 def full_after_a_while() -> None:
     """Called in a run before it starts: from some file on, nothing longer than 1 KiB is taken."""
-    from invformer.runs import checkpoint as directory
+    from invformer.runs import writing as directory
 
     without_plots()
     write, written = directory.write_new, []
