@@ -12,7 +12,9 @@
 // that each of them sees stand one behind the other. Every sum has one order: results do not depend
 // on the number of threads.
 
-#include "branch.h"
+#include <optional>
+
+#include "heads.h"
 
 namespace {
 
@@ -116,42 +118,35 @@ struct ChosenRows {
   const bool some = K < call.tokens;  // not all
   const double shortest =
       1024 * std::sqrt(double(call.tokens * width) * std::numeric_limits<T>::min());
-  int64_t *chosen, *first;  // the token of each row, and its first column of z and x
-  int64_t wide;             // columns of z and x
-  // g: gradients of outputs, then J x; a = V g; z: of hidden units, or of all heads' channels;
-  // x: of inputs, one lag after another
+  int64_t* chosen;  // the token of each row
+  // g: gradients of outputs, then J x; a = V g, then what V multiplies; z: of hidden units;
+  // x: of inputs of hidden units, one lag after another
   Matrix<T> g, a, z, x;
-  T *p, *s;                 // P of every row and head, and room for one row
+  T* s;  // room for a number of each row
   double* factors;
 
   ChosenRows(const Branch<T>& f, const Point<T>& at, const Call& call, const T* lengths,
              int64_t turn, Room<T>& room)
       : f(f), at(at), call(call) {
-    chosen = reinterpret_cast<int64_t*>(room.take(4 * K));
-    first = chosen + K;
-    int64_t columns = 0;
+    chosen = reinterpret_cast<int64_t*>(room.take(2 * K));
     for (int64_t r = 0; r < K; ++r) {
       chosen[r] = some ? (r + turn) % call.tokens : r;
       if (some && r == 0)
         chosen[r] = std::max_element(lengths, lengths + call.tokens, is_less<T>) - lengths;
-      first[r] = columns;
-      columns += f.heads ? chosen[r] + 1 : 1;
     }
-    wide = odd_vectors<T>(columns);
     g = {room.take(width * stride), stride};
     a = {room.take(f.outer * stride), stride};
-    z = {room.take(f.inner * wide), wide};
-    x = {room.take(lags * width * wide), wide};
-    p = room.take(K * f.heads * row);
-    s = room.take(row);
-    factors = reinterpret_cast<double*>(room.take(2 * wide));
+    z = {room.take(f.inner * stride), stride};
+    x = {room.take(lags * width * stride), stride};
+    s = room.take(stride);
+    factors = reinterpret_cast<double*>(room.take(2 * stride));
   }
 
   // Channels times D or D⁻¹, if D is folded into the weights.
-  void scale(Matrix<T> m, int64_t count, T sign) const {
+  void scale(Matrix<T> m, T sign) const {
     for (int64_t c = 0; f.log_scale && c < width; ++c) {
       const T factor = std::exp(sign * f.log_scale[c]);
-      for (int64_t j = 0; j < count; ++j) *m.at(c, j) *= factor;
+      for (int64_t r = 0; r < K; ++r) *m.at(c, r) *= factor;
     }
   }
 
@@ -160,48 +155,34 @@ struct ChosenRows {
     const bool has_norm = f.epsilon > 0;
     const T radius = has_norm ? std::sqrt(T(width)) : T(f.radius);
     for (int64_t r = 0; radius > 0 && r < K; ++r) {
-      const int64_t token = f.heads ? 0 : chosen[r] - lag, count = f.heads ? chosen[r] + 1 : 1;
-      const Matrix<T> dx{m.at(0, first[r]), wide};
+      const int64_t token = chosen[r] - lag;
+      const Matrix<T> dx{m.at(0, r), stride};
       if (token < 0) continue;
-      if (has_norm) centre(dx, width, count, s);
-      ball_derivative<T>(dx, {at.u.at(0, token), row}, at.u_rho + token, width, count, radius, s);
+      if (has_norm) centre(dx, width, 1, s);
+      ball_derivative<T>(dx, {at.u.at(0, token), row}, at.u_rho + token, width, 1, radius, s);
     }
   }
 
   // Channels times γ of LN.
   void by_gain(Matrix<T> m) const {
     for (int64_t c = 0; f.epsilon > 0 && c < width; ++c)
-      for (int64_t j = 0; j < wide; ++j) *m.at(c, j) *= f.scale[c];
+      for (int64_t r = 0; r < stride; ++r) *m.at(c, r) *= f.scale[c];
   }
 
-  Head<T> head_of(int64_t r, int64_t h) const {
-    const int64_t d = f.head_channels(), keys = chosen[r] + 1 - f.strictly_causal;
-    const Matrix<const T> q{at.z.at(h * d), row}, k = f.is_tied ? q : q.from(f.outer);
-    const T tau = f.logit_scale(h) * (f.is_tied ? 2 : 1);
-    return {p + (r * f.heads + h) * row, at.rho + h * row, tau, chosen[r], keys, d, f.outer, row,
-            q, k, f.is_tied ? q : k.from(f.outer), f.is_tied != 0};
-  }
-
-  // x = Jᵀ g.
-  void pull() {
-    scale(g, K, 1);
+  // a = V g.
+  void pull_outputs() {
+    scale(g, 1);
     multiply<T>(a, f.out(), {g.data, stride}, f.outer, width, stride, false);
-    std::fill_n(z.data, f.inner * wide, T(0));
-    for (int64_t r = 0; r < K; ++r) {
-      for (int64_t h = 0; h < f.heads; ++h) {
-        const Head<T> head = head_of(r, h);
-        const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
-        softmax<T>(f, at, call.tokens, h, chosen[r], p + (r * f.heads + h) * row);
-        head.pull(dz, a.at(h * head.channels, r), stride, s);
-        if (f.temperatures) head.derive(dz, s);
-      }
-      for (int64_t c = 0; !f.heads && c < f.inner; ++c)
-        *z.at(c, r) = *a.at(c, r) * *at.z.at(c, chosen[r]);
-    }
-    multiply<T>(x, f.in(), {z.data, wide}, lags * width, f.inner, wide, false);
+  }
+
+  // x = Jᵀ g of hidden units.
+  void pull() {
+    for (int64_t c = 0; c < f.inner; ++c)
+      for (int64_t r = 0; r < K; ++r) *z.at(c, r) = *a.at(c, r) * *at.z.at(c, chosen[r]);
+    multiply<T>(x, f.in(), {z.data, stride}, lags * width, f.inner, stride, false);
     for (int64_t lag = 0; lag < lags; ++lag) {
       const Matrix<T> dx = x.from(lag * width);
-      scale(dx, wide, -1);
+      scale(dx, -1);
       by_gain(dx);
       through_input(dx, lag);
     }
@@ -211,59 +192,58 @@ struct ChosenRows {
   void normalise() {
     for (int64_t lag = 0; lag < lags; ++lag) {
       const Matrix<T> m = x.from(lag * width);
-      std::fill_n(factors, wide, 0.0);
+      std::fill_n(factors, stride, 0.0);
       for (int64_t c = 0; c < width; ++c)
-        for (int64_t j = 0; j < wide; ++j) factors[j] += double(*m.at(c, j)) * *m.at(c, j);
-      for (int64_t j = 0; j < wide; ++j) factors[j] = 1 / std::max(std::sqrt(factors[j]), shortest);
-      for (int64_t r = 0; r < K; ++r) {
-        if (!f.heads && chosen[r] < lag) factors[r] = 0;
-        for (int64_t j = 0; f.heads && call.diagonal && j < chosen[r]; ++j)
-          factors[first[r] + j] = 0;
-      }
+        for (int64_t r = 0; r < K; ++r) factors[r] += double(*m.at(c, r)) * *m.at(c, r);
+      for (int64_t r = 0; r < K; ++r)
+        factors[r] = chosen[r] < lag ? 0 : 1 / std::max(std::sqrt(factors[r]), shortest);
       for (int64_t c = 0; c < width; ++c)
-        for (int64_t j = 0; j < wide; ++j) {
-          T& w = *m.at(c, j);
-          w = call.entries ? T((factors[j] > 0) * ((w > 0) - (w < 0))) : w * T(factors[j]);
+        for (int64_t r = 0; r < stride; ++r) {
+          T& w = *m.at(c, r);
+          w = call.entries ? T((factors[r] > 0) * ((w > 0) - (w < 0))) : w * T(factors[r]);
         }
     }
   }
 
-  // g = J x, with the P of the pull before.
+  // a = what V multiplies of J x, of hidden units.
   void push() {
     for (int64_t lag = 0; lag < lags; ++lag) {
       const Matrix<T> dx = x.from(lag * width);
       through_input(dx, lag);
       by_gain(dx);
-      scale(dx, wide, -1);
+      scale(dx, -1);
     }
-    multiply<T>(z, f.in().transposed(), {x.data, wide}, f.inner, lags * width, wide, false);
-    for (int64_t r = 0; r < K; ++r) {
-      for (int64_t h = 0; h < f.heads; ++h) {
-        const Head<T> head = head_of(r, h);
-        const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
-        if (f.temperatures) head.derive(dz, s);
-        head.push(a.at(h * head.channels, r), stride, {dz.data, wide}, s);
-      }
-      for (int64_t c = 0; !f.heads && c < f.inner; ++c)
-        *a.at(c, r) = *z.at(c, r) * *at.z.at(c, chosen[r]);
-    }
+    multiply<T>(z, f.in().transposed(), {x.data, stride}, f.inner, lags * width, stride, false);
+    for (int64_t c = 0; c < f.inner; ++c)
+      for (int64_t r = 0; r < K; ++r) *a.at(c, r) = *z.at(c, r) * *at.z.at(c, chosen[r]);
+  }
+
+  // g = J x.
+  void push_outputs() {
     multiply<T>(g, f.out().transposed(), {a.data, stride}, width, f.outer, stride, false);
-    scale(g, K, 1);
+    scale(g, 1);
   }
 };
 
-// One step for K rows of one branch and sequence; the largest gain.
+// One step for K rows of one branch and sequence; the largest gain. Attention has ``heads``.
 template <typename T>
 T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn, const Call& call,
-       Room<T> room) {
+       const Heads<T>* heads, Room<T> room) {
   ChosenRows<T> rows(f, at, call, lengths, turn, room);
   const Matrix<T> g = rows.g;
   std::fill_n(g.data, rows.width * rows.stride, T(0));
   for (int64_t r = 0; r < rows.K; ++r)
     for (int64_t c = 0; c < rows.width; ++c) *g.at(c, r) = left[rows.chosen[r] * rows.width + c];
-  rows.pull();
-  rows.normalise();
-  rows.push();
+  rows.pull_outputs();
+  for (int64_t r = 0; heads && r < rows.K; ++r)
+    heads->improve(rows.a.at(0, r), rows.stride, rows.chosen[r], call.diagonal, call.entries,
+                   rows.shortest);
+  if (!heads) {
+    rows.pull();
+    rows.normalise();
+    rows.push();
+  }
+  rows.push_outputs();
   // The gain ‖g‖ of every token, and g/‖g‖ for the next step.
   T largest = 0;
   for (int64_t r = 0; r < rows.K; ++r) {
@@ -288,21 +268,21 @@ template <typename T>
 void advance(const Branch<T>* branches, const T* x, const Call& call) {
   const int64_t tokens = call.tokens, width = call.width, row = odd_vectors<T>(tokens);
   const int64_t channels = call.streams * width;
-  int64_t inner = 0, outer = 0, rows = 0, heads = 0, kernel = 1;
+  int64_t inner = 0, outer = 0, heads = 0, kernel = 1, of_step = 0;
   for (int64_t i = 0; i < call.branches; ++i) {
-    inner = std::max(inner, branches[i].inner);
-    outer = std::max(outer, branches[i].outer);
-    rows = std::max(rows, branches[i].at_once);
-    heads = std::max(heads, branches[i].heads);
-    kernel = std::max(kernel, branches[i].kernel);
+    const Branch<T>& f = branches[i];
+    inner = std::max(inner, f.inner);
+    outer = std::max(outer, f.outer);
+    heads = std::max(heads, f.heads);
+    kernel = std::max(kernel, f.kernel);
+    const int64_t stride = round_up(f.at_once, LANES<T>);
+    const int64_t of_rows = (width + f.outer + f.inner + f.kernel * width + 5) * stride;
+    of_step = std::max(of_step, of_rows + Heads<T>::size(f, tokens, width, row));
   }
-  const int64_t stride = round_up(rows, LANES<T>), wide = odd_vectors<T>(rows * tokens);
   const int64_t of_point = (inner + width + 1 + 4 * heads) * row;
-  const int64_t of_step = (width + outer) * stride + (inner + kernel * width + 2) * wide +
-                          (rows * heads + 1) * row + 4 * rows + 8 * 16 + 64;
   const int64_t of_head = (tokens + 1) * row, of_layer = (channels + kernel * width + outer) * row;
   const Rooms<T> points(1, call.branches * of_point + of_layer);
-  const Rooms<T> rooms(call.threads, std::max(of_step, of_head) + 16 * LANES<T>);
+  const Rooms<T> rooms(call.threads, std::max(of_step, of_head) + 32 * LANES<T>);
   Room<T> all{points.data};
   const Matrix<T> state{all.take(channels * row), row}, u{all.take(kernel * width * row), row};
   const Matrix<T> y{all.take(outer * row), row};
@@ -323,10 +303,15 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
     for (int64_t i = 0; i < call.branches; ++i) {
       const Branch<T>& f = branches[i];
       const int64_t at = sequence * tokens;
+      Room<T> room = rooms.of_this_thread();
+      const Point<T> here = point(i);
+      std::optional<Heads<T>> attention;
+      if (f.heads) attention.emplace(f, here, tokens, width, room);
       T gain = 0;
       for (int64_t n = 0; n < call.steps; ++n)
-        gain = step<T>(f, point(i), f.left + at * width, f.lengths + at,
-                       *f.turn + n * (f.at_once - 1), call, rooms.of_this_thread());
+        gain = step<T>(f, here, f.left + at * width, f.lengths + at,
+                       *f.turn + n * (f.at_once - 1), call, attention ? &*attention : nullptr,
+                       room);
       if (is_less(*f.estimate, gain)) *f.estimate = gain;
     }
   }

@@ -1,5 +1,5 @@
-// What the rows of a branch's Jacobian are made of: derivatives of ψ, of activations, and of one
-// head of attention at one token. Matrices are channels by tokens.
+// What the rows of a branch's Jacobian are made of: derivatives of ψ, of activations, and of softmax.
+// Matrices are channels by tokens.
 #pragma once
 
 #include "vectors.h"
@@ -86,81 +86,5 @@ void of_softmax(T* s, const T* p, T tau, int64_t keys) {
   for (int64_t j = 0; j < keys; ++j) mean += p[j] * s[j];
   for (int64_t j = 0; j < keys; ++j) s[j] = tau * p[j] * (s[j] - mean);
 }
-
-// One head of a row of attention: token i, its P and keys, and its channels of z.
-template <typename T>
-struct Head {
-  const T *p, *rho;
-  T tau;
-  int64_t token, keys, channels, outer, row;
-  Matrix<const T> q, k, v;
-  bool is_tied;  // queries are keys and values
-
-  // The derivative of ψ at q_i, k and v, of columns from token 0 on.
-  void derive(Matrix<T> dz, T* along) const {
-    const Matrix<T> dk = dz.from(outer), dv = dk.from(outer);
-    const int64_t heads = outer / channels, i = token;
-    ball_derivative<T>({dz.at(0, i), dz.row}, {q.at(0, i), row}, rho + i, channels, 1, T(1), along);
-    ball_derivative<T>(dk, k, rho + heads * row, channels, keys, T(1), along);
-    ball_derivative<T>(dv, v, rho + 2 * heads * row, channels, keys, T(1), along);
-  }
-
-  // dz ← (∂y_i/∂z)ᵀ a, with a_c = a[c * stride]; s is room for the keys.
-  void pull(Matrix<T> dz, const T* a, int64_t stride, T* s) const {
-    const int64_t i = token;
-    std::fill_n(s, keys, T(0));
-    for (int64_t c = 0; c < channels; ++c) {
-      const T a_c = a[c * stride], q_i = *q.at(c, i);
-      const T* const v_c = v.at(c);
-      if (is_tied)
-        for (int64_t j = 0; j < keys; ++j) s[j] += a_c * (q_i - v_c[j]);
-      else
-        for (int64_t j = 0; j < keys; ++j) s[j] += a_c * v_c[j];
-    }
-    of_softmax(s, p, tau, keys);
-    for (int64_t c = 0; c < channels; ++c) {
-      const T a_c = a[c * stride], q_i = *q.at(c, i);
-      T* const dq = dz.at(c);
-      if (is_tied) {
-        T own = 0;
-#pragma omp simd reduction(+ : own)
-        for (int64_t j = 0; j < keys; ++j) own += s[j] * (q_i - k.at(c)[j]);
-        for (int64_t j = 0; j < keys; ++j) dq[j] = s[j] * (q_i - k.at(c)[j]) + p[j] * a_c;
-        dq[i] -= own;
-      } else {
-        T *const dk = dz.at(outer + c), *const dv = dz.at(2 * outer + c);
-        dq[i] = dot<T>(s, k.at(c), keys);
-        for (int64_t j = 0; j < keys; ++j) {
-          dk[j] = s[j] * q_i;
-          dv[j] = p[j] * a_c;
-        }
-      }
-    }
-  }
-
-  // a ← (∂y_i/∂z) dz.
-  void push(T* a, int64_t stride, Matrix<const T> dz, T* s) const {
-    const int64_t i = token;
-    std::fill_n(s, keys, T(0));
-    for (int64_t c = 0; c < channels; ++c) {
-      const T *const dq = dz.at(c), *const k_c = k.at(c), q_i = *q.at(c, i), dq_i = dq[i];
-      if (is_tied) {
-        for (int64_t j = 0; j < keys; ++j) s[j] += (dq[j] - dq_i) * (q_i - k_c[j]);
-      } else {
-        const T* const dk = dz.at(outer + c);
-        for (int64_t j = 0; j < keys; ++j) s[j] += dq_i * k_c[j] + q_i * dk[j];
-      }
-    }
-    of_softmax(s, p, tau, keys);
-    for (int64_t c = 0; c < channels; ++c) {
-      const T *const dv = dz.at(is_tied ? c : 2 * outer + c), *const v_c = v.at(c);
-      const T origin = is_tied ? *q.at(c, i) : 0, sign = is_tied ? -1 : 1;
-      T total = 0;
-#pragma omp simd reduction(+ : total)
-      for (int64_t j = 0; j < keys; ++j) total += p[j] * dv[j] + s[j] * (origin + sign * v_c[j]);
-      a[c * stride] = total;
-    }
-  }
-};
 
 }  // namespace

@@ -141,6 +141,7 @@ struct Matrix {
   T* at(int64_t i, int64_t j = 0) const { return data + i * row + j * column; }
   Matrix from(int64_t i) const { return {at(i), row, column}; }
   Matrix transposed() const { return {data, column, row}; }
+  operator Matrix<const T>() const { return {data, row, column}; }
 };
 
 // Memory of one thread: everything that one pair needs, taken piece by piece.
