@@ -52,7 +52,7 @@ def steps() -> dict[str, Training]:
     """Every recipe's step, and ours with the monitor that it has by default."""
     found = {name: recipe(words) for name, words in RECIPES.items()}
     ours = next(iter(RECIPES))
-    found[f"{ours}, monitored"] = recipe(RECIPES[ours], probe_length=8)
+    found[f"{ours}, monitored"] = recipe(RECIPES[ours], probe_length=CASE.seq_len)
     sizes = CASE.seq_len, CASE.d_model, CASE.num_heads, CASE.num_layers
     torch.manual_seed(0)
     found["plain"] = Training(PlainTransformer(len(VOCABULARY), *sizes), CASE, "float32")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from invformer.branches.compiled import Fields
 from invformer.kernels import native
-from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration
+from invformer.lipschitz.power_iteration import PowerIteration
 from invformer.nn.certificate import original_class
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.residual import (
@@ -33,7 +33,8 @@ TENSORS = (
 )
 NUMBERS = (
     *("w_row", "w_column", "v_row", "v_column", "inner", "outer", "kernel", "activation", "heads"),
-    *("bias_stride", "is_tied", "strictly_causal", "at_once", "reads", "writes"),
+    *("bias_stride", "is_tied", "strictly_causal", "at_once", "times"),
+    *("reads", "writes"),
 )
 
 
@@ -68,7 +69,6 @@ def can_take(
         and all(branch.is_compiled for branch in branches)
         and all(
             each.norm != "frobenius"
-            and each.slots.shape[-1] <= TOKENS_AT_ONCE
             and each.left.device.type == "cpu"
             and each.left.dtype in native.FORMATS
             for each in iterations
@@ -99,7 +99,8 @@ def estimates(
         vectors = zip(*own, iteration.left, iteration.lengths, strict=True)
         for branch, value, left, lengths in vectors:
             branch |= {"left": left, "lengths": lengths, "estimate": value}
-            branch |= {"at_once": iteration.slots.shape[-1], "turn": iteration.turn}
+            branch |= {"at_once": iteration.slots.shape[-1], "times": iteration.times}
+            branch["turn"] = iteration.turn
     entries = iterations[0].norm == "entry_max"
     width = iterations[0].left.shape[-1]
     each = [_Branch(**addressed(branch, x, width)) for branch in branches]

@@ -55,7 +55,7 @@ class LipschitzProbe:
         measured: the norm of input and output, or the diagonal blocks; None is what the stack's
             certificate is about, and token_max for baselines.
         seed: of the start vectors.
-        thorough: whether a step advances all tokens, not eight, of maps that do not mix tokens.
+        thorough: whether a step advances all tokens, not some, of maps that do not mix tokens.
         replays: on a GPU, replay estimates as CUDA graphs; parameters have to stay at their
             addresses.
     """
@@ -92,8 +92,10 @@ class LipschitzProbe:
             if self.measured != "diagonal_block" and not alone:
                 norm = self.measured
             many = thorough and (per_token or self.measured == "diagonal_block")
-            at_once = tokens.shape[-1] if many else TOKENS_AT_ONCE
-            iteration = PowerIteration(shape, norm, seed=seed, at_once=at_once, **like)
+            times = 2 if per_token else 1  # one block of J, not N, is cheap
+            at_once = tokens.shape[-1] if many else times * TOKENS_AT_ONCE
+            counts = {"at_once": at_once, "times": times}
+            iteration = PowerIteration(shape, norm, seed=seed, **counts, **like)
             self.parts.append(Part(names, layers, branches, iteration))
         self.names = [full_name(i, part) for i in range(len(blocks)) for part in PARTS]
         self.branches = [branch for part in self.parts for branch in part.branches]

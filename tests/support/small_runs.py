@@ -47,7 +47,6 @@ def options(root: Path, name: str, *more: str, model: Sequence[str] = CONTRACTIV
         "trainer.eval_batch_size=2", "trainer.progress=false",
         "trainer.sample_length=0", "trainer.accelerator=cpu", "logger.name=none",
         "monitor.flush_every=4", "monitor.inversion_sequences=1",
-        "monitor.length=16",
         f"run.root={root}", f"run.name={name}", *more,
     ]  # fmt: skip
 

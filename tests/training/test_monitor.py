@@ -92,6 +92,14 @@ def test_fewer_estimates_are_made_where_that_is_asked_for(folder: Path) -> None:
     assert monitor.inputs.shape == (2, 16)
 
 
+@pytest.mark.parametrize("model", [(), ("model=dot_product",)])
+def test_the_probe_text_is_as_long_as_the_windows_that_are_trained(
+    folder: Path, model: tuple[str, ...]
+) -> None:
+    monitor = run_with(folder, *model).callback(LipschitzMonitor)
+    assert monitor.inputs.shape == (1, 32)
+
+
 class Foreign(L.LightningModule):
     """Somebody else's model."""
 

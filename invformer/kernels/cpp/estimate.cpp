@@ -45,9 +45,10 @@ void by_rows(int64_t rows, int threads, Work work) {
 }
 
 // x through a layer; its Jacobian's point is kept. u and y are room for inputs and outputs of h.
+// Nothing reads what the last layer writes.
 template <typename T>
 void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Point<T>& at,
-             const Call& call, const Rooms<T>& rooms) {
+             const Call& call, const Rooms<T>& rooms, bool is_last) {
   const int64_t tokens = call.tokens, width = call.width, row = x.row;
   const int64_t columns = round_up(tokens, LANES<T>);
   const Matrix<T> seen = f.epsilon > 0 ? at.u : x.from(f.reads), to = x.from(f.writes);
@@ -77,6 +78,7 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
         store(at.z.at(c, j), slope);
       }
   });
+  if (is_last && !f.heads) return;
   const int64_t d = f.heads ? f.head_channels() : 0;
 #pragma omp parallel for num_threads(call.threads)
   for (int64_t h = 0; h < f.heads; ++h) {
@@ -218,6 +220,13 @@ struct ChosenRows {
       for (int64_t r = 0; r < K; ++r) *a.at(c, r) = *z.at(c, r) * *at.z.at(c, chosen[r]);
   }
 
+  // a ← what V multiplies of J x, where x are the vectors of length one of Jᵀ g, of hidden units.
+  void improve() {
+    pull();
+    normalise();
+    push();
+  }
+
   // g = J x.
   void push_outputs() {
     multiply<T>(g, f.out().transposed(), {a.data, stride}, width, f.outer, stride, false);
@@ -231,34 +240,33 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
        const Heads<T>* heads, Room<T> room) {
   ChosenRows<T> rows(f, at, call, lengths, turn, room);
   const Matrix<T> g = rows.g;
-  std::fill_n(g.data, rows.width * rows.stride, T(0));
-  for (int64_t r = 0; r < rows.K; ++r)
-    for (int64_t c = 0; c < rows.width; ++c) *g.at(c, r) = left[rows.chosen[r] * rows.width + c];
-  rows.pull_outputs();
-  for (int64_t r = 0; heads && r < rows.K; ++r)
-    heads->improve(rows.a.at(0, r), rows.stride, rows.chosen[r], call.diagonal, call.entries,
-                   rows.shortest);
-  if (!heads) {
-    rows.pull();
-    rows.normalise();
-    rows.push();
-  }
-  rows.push_outputs();
-  // The gain ‖g‖ of every token, and g/‖g‖ for the next step.
   T largest = 0;
-  for (int64_t r = 0; r < rows.K; ++r) {
-    double square = 0;
-    int64_t most = 0;
-    for (int64_t c = 0; c < rows.width; ++c) {
-      square += double(*g.at(c, r)) * *g.at(c, r);
-      if (is_less(std::abs(*g.at(most, r)), std::abs(*g.at(c, r)))) most = c;
+  for (int64_t time = 0; time < f.times; ++time) {
+    std::fill_n(g.data, rows.width * rows.stride, T(0));
+    for (int64_t r = 0; r < rows.K; ++r)
+      for (int64_t c = 0; c < rows.width; ++c) *g.at(c, r) = left[rows.chosen[r] * rows.width + c];
+    rows.pull_outputs();
+    for (int64_t r = 0; heads && r < rows.K; ++r)
+      heads->improve(rows.a.at(0, r), rows.stride, rows.chosen[r], call.diagonal, call.entries,
+                     rows.shortest);
+    if (!heads) rows.improve();
+    rows.push_outputs();
+    // The gain ‖g‖ of every token, and g/‖g‖ for the next time.
+    largest = 0;
+    for (int64_t r = 0; r < rows.K; ++r) {
+      double square = 0;
+      int64_t most = 0;
+      for (int64_t c = 0; c < rows.width; ++c) {
+        square += double(*g.at(c, r)) * *g.at(c, r);
+        if (is_less(std::abs(*g.at(most, r)), std::abs(*g.at(c, r)))) most = c;
+      }
+      const double gain = call.entries ? std::abs(*g.at(most, r)) : std::sqrt(square);
+      if (is_less<T>(largest, gain)) largest = gain;
+      if (rows.some) lengths[rows.chosen[r]] = gain;
+      for (int64_t c = 0; gain > rows.shortest && c < rows.width; ++c)
+        left[rows.chosen[r] * rows.width + c] =
+            call.entries && c != most ? 0 : *g.at(c, r) / gain;
     }
-    const double gain = call.entries ? std::abs(*g.at(most, r)) : std::sqrt(square);
-    if (is_less<T>(largest, gain)) largest = gain;
-    if (rows.some) lengths[rows.chosen[r]] = gain;
-    for (int64_t c = 0; gain > rows.shortest && c < rows.width; ++c)
-      left[rows.chosen[r] * rows.width + c] =
-          call.entries && c != most ? 0 : *g.at(c, r) / gain;
   }
   return largest;
 }
@@ -298,7 +306,7 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
       for (int64_t c = 0; c < channels; ++c)
         *state.at(c, j) = x[(sequence * tokens + j) * channels + c];
     for (int64_t i = 0; i < call.branches; ++i)
-      forward<T>(branches[i], state, u, y, point(i), call, rooms);
+      forward<T>(branches[i], state, u, y, point(i), call, rooms, i + 1 == call.branches);
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)
     for (int64_t i = 0; i < call.branches; ++i) {
       const Branch<T>& f = branches[i];

@@ -201,23 +201,38 @@ inline void tile(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t inne
 template <typename T, int V>
 inline void strip(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t rows, int64_t inner,
                   bool add) {
+  constexpr int MANY = V == 1 ? 8 : ROWS;
   int64_t r = 0;
-  for (; r + ROWS <= rows; r += ROWS) tile<T, ROWS, V>(c.from(r), a.from(r), b, inner, add);
+  for (; r + MANY <= rows; r += MANY) tile<T, MANY, V>(c.from(r), a.from(r), b, inner, add);
   for (; r + 4 <= rows; r += 4) tile<T, 4, V>(c.from(r), a.from(r), b, inner, add);
   for (; r < rows; ++r) tile<T, 1, V>(c.from(r), a.from(r), b, inner, add);
 }
 
-// C = or += A B for (rows, inner) and (inner, columns); columns is a multiple of LANES.
+// C = or += A B for (rows, inner) and (inner, columns); columns is a multiple of LANES. Every panel
+// of columns reads all of A: of a large transposed one, some rows at a time are brought together.
 template <typename T>
 void multiply(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t rows, int64_t inner,
               int64_t columns, bool add) {
-  for (int64_t j = 0; j < columns; j += PANEL<T>) {
-    Matrix<T> to{c.at(0, j), c.row};
-    Matrix<const T> from{b.at(0, j), b.row};
-    if (j + PANEL<T> <= columns)
-      strip<T, 2>(to, a, from, rows, inner, add);
-    else
-      strip<T, 1>(to, a, from, rows, inner, add);
+  constexpr int64_t ROOM = 4096;
+  T room[ROOM];
+  const int64_t most = inner < 64 ? 0 : ROOM / inner / 8 * 8;
+  const bool together = a.row == 1 && columns >= 4 * PANEL<T> && most > 0;
+  const int64_t each = together ? most : rows;
+  for (int64_t r = 0; r < rows; r += each) {
+    const int64_t count = std::min(each, rows - r);
+    Matrix<const T> own = a.from(r);
+    if (together) {
+      for (int64_t k = 0; k < inner; ++k) std::copy_n(own.at(0, k), count, room + k * count);
+      own = {room, 1, count};
+    }
+    for (int64_t j = 0; j < columns; j += PANEL<T>) {
+      const Matrix<T> to{c.at(r, j), c.row};
+      const Matrix<const T> from{b.at(0, j), b.row};
+      if (j + PANEL<T> <= columns)
+        strip<T, 2>(to, own, from, count, inner, add);
+      else
+        strip<T, 1>(to, own, from, count, inner, add);
+    }
   }
 }
 
