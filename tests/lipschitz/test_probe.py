@@ -262,7 +262,7 @@ def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_de
                 probe.values(weights=weights)
             assert syncs.found == []
             counts[num_layers] = launches.count - forward.count
-        assert counts[6] <= counts[2] <= 2 * 170  # a step improves rows of feed-forwards twice
+        assert counts[6] <= counts[2] <= 2 * 190  # a step improves rows of feed-forwards twice
 
 
 def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
