@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_origin
 
 from invformer.errors import StorageError
+from invformer.runs import exit as ending
+from invformer.training.fit import SAVED
 
 LARGEST_CELL = 2**31 - 1  # characters; a reader's own limit, 131,072, is less than is written
 EVIDENCE = ("seconds", "hardware", "commit")  # columns of every row beside its case and result
@@ -77,6 +79,7 @@ class RowFile(Generic[AnyCase, AnyResult]):
         values = vars(case) | vars(row.result)
         cells = [v if is_text(self.types[k]) else json.dumps(v) for k, v in values.items()]
         try:
+            ending.saved = SAVED
             with self.path.open("a", encoding="utf-8", newline="") as file:
                 line = [*cells, str(row.seconds), row.hardware, row.commit]
                 csv.writer(file, lineterminator="\n").writerow(line)

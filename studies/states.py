@@ -168,7 +168,7 @@ class Prefix:
             return branch.out(self.attend(branch, q / q.shape[-1] ** 0.5, k, v, True))
         return branch(x) if weights is None else branch(x, weights)
 
-    def attend(self, branch: nn.Module, q: Tensor, k: Tensor, v: Tensor, own: bool) -> Tensor:
+    def attend(self, branch: Any, q: Tensor, k: Tensor, v: Tensor, own: bool) -> Tensor:
         """softmax over the known symbols, and the candidate's own where it sees itself."""
         self.latest[branch] = k, v
         keys, values = (
@@ -187,7 +187,7 @@ class Prefix:
         if branch not in self.past:
             size = self.model.seq_len + 1
             like = (t.new_zeros(self.num_texts, t.shape[1], size, t.shape[-1]) for t in (k, v))
-            self.past[branch] = tuple(like)
+            self.past[branch] = next(like), next(like)
         return self.past[branch]
 
     @staticmethod

@@ -181,7 +181,7 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False, *others
         # Accelerators have no fused kernel for float64; longer texts need one of less memory.
         precise = q.dtype == torch.float64 and (torch.is_grad_enabled() or not (on_cpu or long))
         plain = precise or short or bias.by_lag is None or not q.numel()
-        if plain or torch.jit.is_tracing():
+        if plain or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             return "math"
         if on_cpu and native.occupies_threads(math.prod(q.shape[:-2])) and native.is_available():
             return "native"

@@ -27,7 +27,7 @@ class _Weight(ctypes.Structure):
 
 def can_take(weights: Sequence[Tensor]) -> bool:
     """True if there is compiled code for these matrices, and they occupy the threads."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return False  # which would keep the result as a constant
     if torch._C._are_functorch_transforms_active():
         return False  # their tensors have no memory

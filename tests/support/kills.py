@@ -24,7 +24,7 @@ PLACES = {
     f"{MODULE}.on_validation_epoch_end": 3,
     "invformer.runs.json_lines:JsonLinesLogger.save": 24,
     "invformer.runs.writing:write_new": 15,
-    f"{DIRECTORY}:sync_folder": 6,
+    "invformer.runs.files:sync_folder": 6,
     f"{DIRECTORY}:keep_only": 3,
     "os:rename": 4,
     "os:replace": 4,

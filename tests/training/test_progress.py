@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from invformer.errors import Interrupted
-from invformer.evaluation.likelihood import BitsPerCharacter
+from invformer.evaluation.bits_per_character import BitsPerCharacter
 from invformer.numerics.rounding import upwards
 from invformer.runs import exit as ending
 from invformer.runs.run_log import read_rows
