@@ -52,10 +52,15 @@ struct Heads {
 
   // x_j by the derivative of ψ_R, or of LN without its γ; both are symmetric.
   void through_input(int64_t j) const {
-    const double square = f.epsilon > 0 ? double(width) : f.radius * f.radius;
+    const T square = f.epsilon > 0 ? T(width) : T(f.radius * f.radius), rho = at.u_rho[j];
     if (square == 0) return;
-    if (f.epsilon > 0) centre<T>({x.at(j), 1}, width, 1, s);
-    ball_derivative<T>({x.at(j), 1}, {u.at(j), 1}, at.u_rho + j, width, 1, std::sqrt(square), s);
+    T *const v = x.at(j), *const y = u.at(j), mean = 0;
+#pragma omp simd reduction(+ : mean)
+    for (int64_t c = 0; c < width; ++c) mean += v[c];
+    mean = f.epsilon > 0 ? mean / width : T(0);
+    for (int64_t c = 0; c < width; ++c) v[c] -= mean;
+    const T along = dot<T>(v, y, width) / square;
+    for (int64_t c = 0; c < width; ++c) v[c] = rho * (v[c] - along * y[c]);
   }
 
   // x_j at length one, or its signs.
