@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from invformer.branches.nearby import UP, Rows, U, length, of_sum
-from invformer.numerics.enclosure import Enclosure, Matrix, constant
+from invformer.branches.nearby import UP, Rows, U, of_sum
+from invformer.numerics.enclosure import Enclosure, Matrix, constant, length_up
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.pairs import Pair
 from invformer.numerics.precision import is_denormal
@@ -134,18 +134,18 @@ class EnclosedAttention(EnclosedBranch):
             highest = torch.maximum(highest, of_self)
         weights = scores.sub_(highest).exp_()
         total, means = weights.sum(-1, keepdim=True), weights @ values.value
-        longest, moved = length(values.value).amax(-1, keepdim=True), values.error.amax()
+        longest, moved = length_up(values.value).amax(-1, keepdim=True), values.error.amax()
         if own is not None:
             weight = (of_self - highest).exp()
             total, means = total + weight, torch.addcmul(means, weight, own[1].value)
-            longest = torch.maximum(longest, length(own[1].value))
+            longest = torch.maximum(longest, length_up(own[1].value))
             moved = torch.maximum(moved, own[1].error)
         delta, size = error
         delta = 2 * delta + 16 * U * (size + self.largest_bias) + of_sum(count + 16)
         of_heads = (delta.expm1() + of_sum(count + 16)) * longest + moved
         value = merge_heads((means / total).add_(origin))
-        size = length(value)
-        rounding = 4 * U * (size + length(origin.flatten()))
+        size = length_up(value)
+        rounding = 4 * U * (size + length_up(origin.flatten()))
         return Rows(value, torch.linalg.vector_norm(of_heads, dim=0) * UP + rounding), size
 
 

@@ -17,8 +17,6 @@ from invformer.numerics.spectral_norm import spectral_norm_bound
 
 # No formula for an error rounds more than 2¹⁵ times before it is multiplied by this.
 UP = 1 + 2.0**-36
-# Added to every length: it covers what underflows.
-LEAST = 2.0**-100
 
 
 class Rows(NamedTuple):
@@ -30,7 +28,7 @@ class Rows(NamedTuple):
     def __sub__(self, y: Enclosure) -> "Rows":
         y = y.single()
         value = self.value - y.middle
-        return Rows(value, (self.error + length_up(y.radius)) * UP + U * length(value))
+        return Rows(value, (self.error + length_up(y.radius)) * UP + U * length_up(value))
 
     def single(self) -> "Rows":
         """Itself."""
@@ -46,9 +44,8 @@ class Rows(NamedTuple):
 
     def norm_at_least(self) -> tuple[Tensor, Tensor]:
         """As :meth:`.Enclosure.norm_at_least`."""
-        return torch.linalg.vector_norm(self.value, dim=-1) * (
-            1 - 2.0**-30
-        ) - self.error, self.error
+        size = torch.linalg.vector_norm(self.value, dim=-1)
+        return size * (1 - 2.0**-30) - self.error, self.error
 
     def up_to(self, count: int) -> "Rows":
         """The first rows."""
@@ -76,8 +73,3 @@ class Map:
 def of_sum(n: int) -> float:
     """Twice the relative error of a sum of n products."""
     return 2 * (n + 2) * U
-
-
-def length(x: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
-    """‖x‖₂, rounded up."""
-    return torch.linalg.vector_norm(x, dim=-1) * UP + LEAST

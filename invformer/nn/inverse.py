@@ -105,13 +105,15 @@ def with_gradients(
     ``layers`` are G_1, G_2, …, with their weights and the options of :meth:`Undoable.transposed`.
     Second derivatives are refused.
     """
+    if not torch.is_grad_enabled():
+        return x
     inputs: list[Any] = []
     parts: list[tuple[Undoable, Any, int, dict[str, Any]]] = []
     for layer, weights, options in layers:
         leaves, spec = tree_flatten(weights)
         parts.append((layer, spec, len(leaves), options))
         inputs += [*leaves, *layer.parameters()]
-    if not torch.is_grad_enabled() or not any(map(needs_gradient, (y, *inputs))):
+    if not any(map(needs_gradient, (y, *inputs))):
         return x
     return _Undone.apply(x, y, parts, *inputs)  # pyright: ignore[reportReturnType]
 

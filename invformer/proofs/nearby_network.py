@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor, nn
 
-from invformer.branches.nearby import UP, Map, Rows, U, length, of_sum
+from invformer.branches.nearby import UP, Map, Rows, U, of_sum
+from invformer.numerics.enclosure import length_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from invformer.proofs.enclosed_network import Network
 
@@ -25,14 +26,14 @@ class NearbyNetwork:
         self.factors = torch.stack([view.factor.middle for view in views])
         self.shifts = torch.stack([view.shift.middle for view in views])
         radii = torch.stack([view.shift.radius for view in views])
-        self.of_shifts = 8 * U * length(self.shifts) + length(radii.double())
+        self.of_shifts = 8 * U * length_up(self.shifts) + length_up(radii.double())
         self.reads = [[Map(w.middle, b.units) for w in b.reads] for b in self.branches]
-        # V A⁻¹, and the norms of (units V) A⁻¹ A′ for every view: an error's, and of rounding.
+        # V A⁻¹, and norms of (units V) A⁻¹ A′ for every later view: an error's, and of rounding.
         self.writes = [s.branch.weights[-1].middle / s.factor.middle for s in network.steps]
         self.norms: list[tuple[Tensor, Tensor]] = []
-        for branch, v in zip(self.branches, self.writes, strict=True):
+        for index, (branch, v) in enumerate(zip(self.branches, self.writes, strict=True)):
             scaled = v if branch.units is None else v * branch.units[:, None]
-            seen = scaled * self.factors.unsqueeze(1)  # (views, inner, D)
+            seen = scaled * self.factors[index + 1 :].unsqueeze(1)  # (views, inner, D)
             size = torch.linalg.matrix_norm(seen) * UP
             norm = spectral_norm_bound(seen) + 16 * U * size
             self.norms.append((norm, of_sum(len(v) + 4) * size))
@@ -71,8 +72,9 @@ class NearbyNetwork:
     ) -> tuple[Rows, Tensor]:
         """A x + B, and its length."""
         u = torch.addcmul(self.shifts[view], x, self.factors[view])
-        size = length(u)
-        error = length(rounded * self.factors[view]) + 8 * U * size + self.of_shifts[view]
-        for (norm, rounding), (inner, length_of) in zip(self.norms, errors, strict=False):
-            error = error + norm[view] * inner + rounding[view] * length_of
+        size = length_up(u)
+        error = length_up(rounded * self.factors[view]) + 8 * U * size + self.of_shifts[view]
+        for index, (inner, inner_size) in enumerate(errors):
+            norms, roundings = (each[view - index - 1] for each in self.norms[index])
+            error = error + norms * inner + roundings * inner_size
         return Rows(u, error * UP), size

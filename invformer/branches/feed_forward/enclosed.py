@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from invformer.branches.enclosed import EnclosedBranch, weight
 from invformer.branches.feed_forward.activations import ACTIVATIONS, Activation, activation_slope
-from invformer.branches.nearby import UP, Rows, U, length
-from invformer.numerics.enclosure import Enclosure, constant, outward, size
+from invformer.branches.nearby import UP, Rows, U
+from invformer.numerics.enclosure import Enclosure, constant, length_up, outward, size
 from invformer.numerics.pairs import Pair, paired
 from invformer.numerics.token_shift import delay
 
@@ -61,7 +61,7 @@ class EnclosedFeedForward(EnclosedBranch):
         for part in (Rows(self.b_in.middle, torch.zeros_like(error[:1])), *past):
             rows = slice(None) if part.value.ndim == 1 else places
             hidden = hidden + part.value[rows]
-            size = length(hidden * inverse)
+            size = length_up(hidden * inverse)
             error = error + part.error[rows] + U * size
         value = ACTIVATIONS[self.activation](hidden)
         error = (SLOPE[self.activation] * error + ACTIVATION_ERROR * size) * UP
