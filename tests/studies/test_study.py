@@ -224,7 +224,12 @@ def test_a_mistake_in_the_words_of_monitor_quality_is_one_line() -> None:
 
 
 def test_a_study_that_is_only_imported_leaves_signals_alone() -> None:
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    program = (
+        "import signal; handlers = [*map(signal.getsignal, signal.valid_signals())]; "
+        "import studies.tightness; "
+        "assert [*map(signal.getsignal, signal.valid_signals())] == handlers"
+    )
+    assert python("-c", program).returncode == 0
 
 
 def test_the_list_has_every_study_with_its_line_and_names_the_one_that_was_meant(
