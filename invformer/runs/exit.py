@@ -15,7 +15,7 @@ from types import FrameType
 
 from invformer.errors import InvformerError, RankLost, Stopped
 from invformer.runs.console import printable
-from invformer.runs.ranks import REPORTS, hear_to_stop, is_rank, signals_to_stop
+from invformer.runs.ranks import REPORTS, handlers_restored, hear_to_stop, is_rank
 
 # In the RuntimeErrors of allocators: PyTorch's, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (
@@ -135,10 +135,6 @@ def raised_signals() -> Iterator[None]:
         if stopping.acquire(blocking=False):
             raise Stopped(number)
 
-    before = {name: signal.getsignal(signal.Signals[name]) for name in signals_to_stop()}
-    hear_to_stop(stop)
-    try:
+    with handlers_restored():
+        hear_to_stop(stop)
         yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(signal.Signals[name], handler)

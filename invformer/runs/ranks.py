@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -40,6 +41,19 @@ def signals_to_stop() -> list[str]:
     """The names of the signals that stop a run."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return ["SIGINT", "SIGTERM"] if is_ignored else ["SIGINT", "SIGTERM", "SIGHUP"]
+
+
+@contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Handle the signals that stop a run as before, once the work within has ended in any way."""
+    numbers = [signal.Signals[name] for name in signals_to_stop()]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
 def is_rank() -> bool:

@@ -21,6 +21,7 @@ from invformer.runs.console import CONTROL_CHARACTER, printable
 from invformer.runs.contained import one_line
 from invformer.runs.exit import explained
 from invformer.runs.files import replace_file
+from invformer.runs.ranks import handlers_restored
 from invformer.runs.run_directory import RunDirectory
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
@@ -108,7 +109,8 @@ def train(run: Run) -> None:
     start = run.resume
     set_manual_refresh(run.module.model)
     try:
-        run.trainer.fit(run.module, run.data, ckpt_path=start and start.path.absolute())
+        with handlers_restored():  # Lightning's teardown is left out if saving fails
+            run.trainer.fit(run.module, run.data, ckpt_path=start and start.path.absolute())
     except torch.OutOfMemoryError:
         raise
     except REFUSALS as error:

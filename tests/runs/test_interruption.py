@@ -10,15 +10,23 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, RankLost
+from invformer.errors import (
+    CertificateViolation,
+    CheckpointError,
+    Interrupted,
+    NonFiniteError,
+    RankLost,
+)
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption
+from invformer.runs.files import LOCK
 from invformer.runs.interruption import check_everywhere
 from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Rows
 from tests.support.small_runs import StopAt, built, options
 
+STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 BRANCH = "lipschitz_branches/block_00/attention"
 
 
@@ -70,6 +78,15 @@ def test_two_signals_save_one_state_where_nothing_is_wrong(folder: Path, stop_at
     assert ("certificate" in run.resume.metadata) == (stop_at == 3)
     fit(run)
     assert run.trainer.global_step == 8
+
+
+def test_a_stopped_run_that_cannot_save_leaves_signals_as_they_were(folder: Path) -> None:
+    run = run_of(folder, stop_at=1)
+    (run.directory.path / LOCK).unlink()  # so that saving is refused, amid Lightning's own cleaning
+    before = [signal.getsignal(number) for number in STOPPING]
+    with pytest.raises(CheckpointError, match="was deleted"):
+        fit(run)
+    assert [signal.getsignal(number) for number in STOPPING] == before
 
 
 def test_an_update_that_was_skipped_before_a_signal_ends_the_run_as_one_that_is_not_finite(
