@@ -19,7 +19,7 @@ from benchmarks.suite import suite
 from benchmarks.table import table
 from invformer.kernels.host import compiler_complaint, keep_freed_memory
 from invformer.numerics.precision import denormals_flushed
-from invformer.runs.console import outlive_console
+from invformer.processes.console import outlive_console
 
 RESULTS = Path(__file__).parent / "results"
 MOST_THREADS = 1024

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import Parser
-from invformer.runs.console import outlive_console
+from invformer.processes.console import outlive_console
 
 RESULTS = Path(__file__).parent / "results" / "default.json"
 HEAD = (

@@ -33,9 +33,9 @@ from invformer.errors import (
     Stopped,
 )
 from invformer.numerics.rounding import shortened_down
-from invformer.runs.console import outlive_console, printable
-from invformer.runs.exit import guarded, raised_signals, stop_on_signals
-from invformer.runs.ranks import end_with_launcher, is_rank
+from invformer.processes.console import outlive_console, printable
+from invformer.processes.exit import guarded, raised_signals, stop_on_signals
+from invformer.processes.ranks import end_with_launcher, is_rank
 
 Config = TypeVar("Config", bound=Root)
 STDIN = "standard input"
@@ -95,7 +95,7 @@ def train(config: TrainConfig) -> None:
     if is_rank():
         end_with_launcher()
     elif config.trainer.devices > 1:
-        from invformer.runs.launcher import launch
+        from invformer.processes.launcher import launch
         from invformer.runs.machine import refuse_missing_devices
 
         refuse_missing_devices(config.trainer)
@@ -116,7 +116,7 @@ def train(config: TrainConfig) -> None:
 
 def evaluate(config: EvaluateConfig) -> None:
     """Load, measure, report; compare if there are several."""
-    from invformer.runs.bar import Bar
+    from invformer.processes.bar import Bar
 
     with Bar(desc="loading PyTorch"):
         from invformer.evaluation.evaluate import evaluate
@@ -153,7 +153,7 @@ def evaluate(config: EvaluateConfig) -> None:
 
 def sample(config: SampleConfig) -> None:
     """Continue a prompt, character by character."""
-    from invformer.runs.bar import Bar
+    from invformer.processes.bar import Bar
 
     with Bar(desc="loading PyTorch and the model"):
         from invformer.trained.model import load
@@ -198,7 +198,7 @@ def invert(config: InvertConfig) -> None:
         text = read_text(config.file) if config.text in (None, "-") else config.text
         if not text:
             raise DataError(f"{config.file or STDIN}: there is no text to invert")
-    from invformer.runs.bar import Bar
+    from invformer.processes.bar import Bar
 
     with Bar(desc="loading PyTorch and the model"):
         from invformer.evaluation.recovered_text import Shown, perturb
@@ -271,7 +271,7 @@ def read_text(path: str | None = None) -> str:
 
 def export(config: ExportConfig) -> None:
     """Write a model to a folder that can be shared, and upload it if asked to."""
-    from invformer.runs.bar import Bar
+    from invformer.processes.bar import Bar
     from invformer.runs.files import require_new_folder
 
     require_new_folder(Path(os.path.expanduser(config.out)))

@@ -27,8 +27,8 @@ from invformer.evaluation.report import (
     worst_constants,
     write_json,
 )
+from invformer.processes.console import printable
 from invformer.runs.checkpoint import EVALUATION
-from invformer.runs.console import printable
 from invformer.runs.files import refuse_link, replace_file
 from invformer.runs.run_directory import METRICS
 from invformer.training import plots

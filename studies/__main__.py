@@ -5,7 +5,7 @@ import difflib
 import sys
 from pathlib import Path
 
-from invformer.runs.console import outlive_console
+from invformer.processes.console import outlive_console
 
 
 def main(argv: list[str]) -> int:

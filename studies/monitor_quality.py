@@ -25,7 +25,7 @@ from invformer.branches.jacobian import StackedBranches
 from invformer.config.load import load_config
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.transformer import CharTransformer
-from invformer.runs.exit import guarded
+from invformer.processes.exit import guarded
 from invformer.runs.run_log import read_rows
 from invformer.training.build import build_run
 from invformer.training.fit import fit

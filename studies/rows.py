@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_origin
 
 from invformer.errors import StorageError
-from invformer.runs import exit as ending
+from invformer.processes import exit as ending
 from invformer.training.fit import SAVED
 
 LARGEST_CELL = 2**31 - 1  # characters; a reader's own limit, 131,072, is less than is written

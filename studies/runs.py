@@ -12,7 +12,7 @@ from typing import Any
 from invformer.config.load import load_config
 from invformer.config.schema import ModelConfig
 from invformer.errors import CheckpointError, InvformerError
-from invformer.runs.ranks import signals_to_stop
+from invformer.processes.ranks import signals_to_stop
 from invformer.runs.run_directory import METRICS
 from invformer.runs.run_log import read_rows
 

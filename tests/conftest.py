@@ -22,7 +22,7 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _no_words_about_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is, what a program prints is the same."""
-    monkeypatch.setattr("invformer.runs.bar.SILENT", 1e6)
+    monkeypatch.setattr("invformer.processes.bar.SILENT", 1e6)
 
 
 @pytest.fixture(autouse=True)

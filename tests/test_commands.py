@@ -167,7 +167,7 @@ def test_what_was_proven_before_a_signal_is_printed(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Shown, "__call__", stopping)
-    monkeypatch.setattr("invformer.runs.exit.stopping", threading.Lock())
+    monkeypatch.setattr("invformer.processes.exit.stopping", threading.Lock())
     assert command("invert", f"checkpoint={run}", f"text={LONG}") == 130
     said = capsys.readouterr()
     assert said.err == "error: stopped by SIGINT\n"

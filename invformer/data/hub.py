@@ -7,7 +7,7 @@ from typing import Any
 
 from invformer.data.corpus import as_bytes
 from invformer.errors import DataError, StorageError
-from invformer.runs.contained import one_line
+from invformer.processes.contained import one_line
 from invformer.runs.files import replace_file
 
 TIMEOUT = 5.0  # seconds to wait for the Hub's first answer

@@ -33,8 +33,8 @@ from invformer.evaluation.report import MOSTLY
 from invformer.nn.proof import certify_trained
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import FORWARD_DTYPE
+from invformer.processes.bar import Bar
 from invformer.proofs.prefix_margins import MarginEvidence
-from invformer.runs.bar import Bar
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.machine import pick_device
 

@@ -14,7 +14,7 @@ from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
-from invformer.runs.bar import Bar
+from invformer.processes.bar import Bar
 
 NORMS_MEASURED: tuple[Norm, ...] = ("token_max", "frobenius")
 # Estimates and local bounds take the same numbers in float32, whose rounding may differ by this.

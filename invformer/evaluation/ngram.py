@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from invformer.runs.bar import Bar
+from invformer.processes.bar import Bar
 
 CHUNK = 1 << 20  # characters of the training text that are counted at a time
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from invformer.data.vocabulary import Vocabulary, raw_bytes
 from invformer.numerics.precision import at_least_single
-from invformer.runs.bar import Bar
-from invformer.runs.console import printable
+from invformer.processes.bar import Bar
+from invformer.processes.console import printable
 
 WIDTH = 72  # cells of a line of text
 NOISE_SEED = 1_000_003  # a model's embeddings are drawn by a small seed

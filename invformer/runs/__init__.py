@@ -1,1 +1,1 @@
-"""A run from start to end: folder, checkpoints, resuming, signals, processes, exit code, W&B."""
+"""The folder of a run: checkpoints, resuming, metrics, W&B; and the machine that it ran on."""

@@ -12,7 +12,7 @@ import torch
 from invformer.errors import ConfigurationError
 from invformer.kernels import native, triton_attention
 from invformer.kernels.host import compiler_complaint
-from invformer.runs.ranks import is_rank, launcher_value, usable_cores
+from invformer.processes.ranks import is_rank, launcher_value, usable_cores
 
 if TYPE_CHECKING:  # benchmarks ask for the commit, and load no configuration
     from invformer.config.schema import TrainConfig, TrainerConfig

@@ -9,10 +9,10 @@ from pathlib import Path
 from invformer.config.load import load_config, typed
 from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError, StorageError
+from invformer.processes.launcher import from_first_rank
+from invformer.processes.ranks import REPORTS, is_rank, launcher_value
 from invformer.runs.checkpoint import CHECKPOINTS, sweep
 from invformer.runs.files import LOCK, PARTIAL, lock_run, read_regular
-from invformer.runs.launcher import from_first_rank
-from invformer.runs.ranks import REPORTS, is_rank, launcher_value
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 BEFORE_TRAINING = {LOCK, CONFIG, METRICS, CHECKPOINTS, "wandb", "csv", "tensorboard"}

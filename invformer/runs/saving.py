@@ -14,10 +14,10 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from invformer.errors import CheckpointError, Interrupted, StorageError
+from invformer.processes.contained import in_background
+from invformer.processes.ranks import launcher_value
 from invformer.runs.checkpoint import CHANGES, keep_only, name_for, open_checkpoint
-from invformer.runs.contained import in_background
 from invformer.runs.files import require_lock
-from invformer.runs.ranks import launcher_value
 from invformer.runs.resume import (
     DATA,
     follow_schedule,

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning.pytorch import loggers
 
-from invformer.runs.contained import ContainedCalls, in_background, one_line, warn
+from invformer.processes.contained import ContainedCalls, in_background, one_line, warn
 from invformer.runs.files import LINK
 
 STEP = "trainer/global_step"

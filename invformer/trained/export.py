@@ -16,9 +16,9 @@ from invformer.errors import StorageError
 from invformer.evaluation.report import certificate_sentences, headlines
 from invformer.nn.quantised import Rounded, packed
 from invformer.nn.transformer import CharTransformer
+from invformer.processes.contained import one_line
 from invformer.runs import encoding
 from invformer.runs.checkpoint import MANIFEST, MODEL, PREFIX, WEIGHT_BITS, WEIGHTS, record_of
-from invformer.runs.contained import one_line
 from invformer.runs.files import UNFINISHED_EXPORT, require_new_folder
 from invformer.runs.writing import manifest_of
 

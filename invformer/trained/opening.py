@@ -15,8 +15,8 @@ from invformer.errors import CertificateViolation, CheckpointError
 from invformer.nn.proof import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import FORWARD_DTYPE
+from invformer.processes.contained import one_line
 from invformer.runs.checkpoint import PREFIX, Checkpoint, open_checkpoint, read_checkpoint
-from invformer.runs.contained import one_line
 
 FIRST_BLOCK = "stack.blocks.0."
 ROUNDING = 1e-9  # relative, between the float64 arithmetic of two machines

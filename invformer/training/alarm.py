@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from invformer.config.schema import AlarmMode
 from invformer.errors import Alarmed
-from invformer.runs.collective import largest_of_processes
+from invformer.processes.collective import largest_of_processes
 from invformer.runs.run_log import Row, by_branch
 from invformer.training.rows import rows_of
 

@@ -21,13 +21,13 @@ from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.numerics.precision import FORWARD_DTYPE
-from invformer.runs.bar import Bar
+from invformer.processes.bar import Bar
+from invformer.processes.interruption import Interruption
+from invformer.processes.ranks import is_rank, launcher_value
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.files import refuse_link, replace_file
-from invformer.runs.interruption import Interruption
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.machine import commit, refuse_missing_requirements, training_device
-from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.resume import is_complete, resume_point
 from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState

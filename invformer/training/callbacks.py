@@ -18,7 +18,7 @@ from invformer.evaluation.report import write_json
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import enforce
 from invformer.numerics.precision import without_autocast
-from invformer.runs.collective import largest_of_processes
+from invformer.processes.collective import largest_of_processes
 from invformer.runs.saving import METADATA
 from invformer.runs.sharding import is_sharded
 from invformer.training.module import CharLanguageModel

@@ -15,13 +15,13 @@ from invformer.errors import Alarmed, CheckpointError
 from invformer.evaluation.evaluate import ngram_baseline
 from invformer.evaluation.report import largest_proven, title_of
 from invformer.kernels import native
-from invformer.runs import exit as ending
+from invformer.processes import exit as ending
+from invformer.processes.console import CONTROL_CHARACTER, printable
+from invformer.processes.contained import one_line
+from invformer.processes.exit import explained
+from invformer.processes.ranks import handlers_restored
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
-from invformer.runs.console import CONTROL_CHARACTER, printable
-from invformer.runs.contained import one_line
-from invformer.runs.exit import explained
 from invformer.runs.files import replace_file
-from invformer.runs.ranks import handlers_restored
 from invformer.runs.run_directory import RunDirectory
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints

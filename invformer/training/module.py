@@ -21,7 +21,7 @@ from invformer.kernels.cuda_graph import Replayed, with_gradients
 from invformer.nn.stack import FoldedStackWeights, InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
-from invformer.runs.collective import mean_of_processes
+from invformer.processes.collective import mean_of_processes
 from invformer.runs.saving import METADATA
 from invformer.runs.sharding import gather, is_sharded, local_part, norms_of_whole, shard
 from invformer.trained.opening import configuration_of, find_checkpoint, restored

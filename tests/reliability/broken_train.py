@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from invformer.commands import COMMANDS, run
-from invformer.runs.ranks import is_rank
+from invformer.processes.ranks import is_rank
 from tests.support.small_runs import without_plots
 
 STEP = 6

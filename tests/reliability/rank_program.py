@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from invformer.errors import DataError, Interrupted
-from invformer.runs.exit import guarded, stop_on_signals
-from invformer.runs.ranks import end_with_launcher, hear_to_stop, is_rank
+from invformer.processes.exit import guarded, stop_on_signals
+from invformer.processes.ranks import end_with_launcher, hear_to_stop, is_rank
 
 
 def rank(behaviour: str, folder: Path) -> None:
@@ -26,7 +26,7 @@ def rank(behaviour: str, folder: Path) -> None:
         time.sleep(0.02)
     match behaviour if number == "1" or behaviour == "finish" else "wait":
         case "finish":
-            from invformer.runs.launcher import from_first_rank
+            from invformer.processes.launcher import from_first_rank
 
             assert from_first_rank("shared" if number == "0" else None) == "shared"
             return
@@ -53,7 +53,7 @@ def main() -> int:
     def work() -> None:
         if is_rank():
             return rank(behaviour, Path(folder))
-        from invformer.runs.launcher import launch
+        from invformer.processes.launcher import launch
 
         return launch(2)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from invformer.runs.launcher import conclusion
+from invformer.processes.launcher import conclusion
 from invformer.runs.run_log import read_rows
 from tests.support.processes import ROOT
 from tests.support.small_runs import DROPOUT, difference, options

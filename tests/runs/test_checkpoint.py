@@ -18,6 +18,7 @@ from invformer.config.load import from_dict
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
 from invformer.nn.transformer import CharTransformer
+from invformer.processes.contained import in_background
 from invformer.runs import writing as directory
 from invformer.runs.checkpoint import (
     FILES,
@@ -32,7 +33,6 @@ from invformer.runs.checkpoint import (
     saved_in,
     sweep,
 )
-from invformer.runs.contained import in_background
 from invformer.runs.writing import PART, encode, write_directory, write_part
 from invformer.trained.opening import restored
 from tests.runs.hostile import ATTACKS, Attack, flipped, seal

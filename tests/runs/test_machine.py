@@ -11,9 +11,10 @@ import torch
 from invformer import commands
 from invformer.config.load import load_config
 from invformer.errors import ConfigurationError
-from invformer.runs import launcher, machine
+from invformer.processes import launcher
+from invformer.processes.ranks import usable_cores
+from invformer.runs import machine
 from invformer.runs.machine import pick_device, refuse_missing_requirements, training_device
-from invformer.runs.ranks import usable_cores
 from invformer.training.build import build_run
 
 

@@ -13,7 +13,8 @@ import wandb
 from wandb.sdk.lib.wbauth import write_netrc_auth
 
 from invformer.errors import CertificateViolation
-from invformer.runs import contained, wandb_logger
+from invformer.processes import contained
+from invformer.runs import wandb_logger
 from invformer.runs.run_log import read_rows
 from invformer.runs.wandb_logger import (
     OVERVIEW,

@@ -102,10 +102,10 @@ class Waits(L.Callback):
 
 def without_plots() -> None:
     """Called in a run before it starts: pictures take longer than its training."""
-    import invformer.runs.bar
+    import invformer.processes.bar
     import invformer.training.fit
 
-    invformer.runs.bar.SILENT = 1e6  # a slow machine says no more than a fast one
+    invformer.processes.bar.SILENT = 1e6  # a slow machine says no more than a fast one
     invformer.training.fit.plot_run = lambda _, path, *rest: path.touch()
 
 

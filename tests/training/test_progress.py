@@ -13,7 +13,7 @@ import torch
 from invformer.errors import Interrupted
 from invformer.evaluation.bits_per_character import BitsPerCharacter
 from invformer.numerics.rounding import upwards
-from invformer.runs import exit as ending
+from invformer.processes import exit as ending
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, first_words, fit
 from invformer.training.progress import percent

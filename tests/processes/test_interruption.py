@@ -18,9 +18,9 @@ from invformer.errors import (
     RankLost,
 )
 from invformer.lipschitz.probe import LipschitzProbe
-from invformer.runs import interruption
+from invformer.processes import interruption
+from invformer.processes.interruption import check_everywhere
 from invformer.runs.files import LOCK
-from invformer.runs.interruption import check_everywhere
 from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Rows

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from invformer.errors import InvformerError, RankLost, Stopped
-from invformer.runs.console import printable
-from invformer.runs.ranks import REPORTS, handlers_restored, hear_to_stop, is_rank
+from invformer.processes.console import printable
+from invformer.processes.ranks import REPORTS, handlers_restored, hear_to_stop, is_rank
 
 # In the RuntimeErrors of allocators: PyTorch's, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (

@@ -9,9 +9,9 @@ from typing import Any
 import lightning as L
 
 from invformer.errors import Interrupted, InvformerError, RankLost
-from invformer.runs import exit as ending
-from invformer.runs.collective import ask_for_largest, largest_of_processes
-from invformer.runs.ranks import hear_to_stop
+from invformer.processes import exit as ending
+from invformer.processes.collective import ask_for_largest, largest_of_processes
+from invformer.processes.ranks import hear_to_stop
 
 
 @dataclass(eq=False)

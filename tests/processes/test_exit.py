@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from invformer import errors
-from invformer.runs.console import Console, PrintableFormatter, lasting, printable
-from invformer.runs.exit import guarded
+from invformer.processes.console import Console, PrintableFormatter, lasting, printable
+from invformer.processes.exit import guarded
 from tests.support.processes import ROOT, python
 
 
@@ -27,7 +27,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 
 EXECUTED = """
 import os, signal, sys
-from invformer.runs.exit import guarded
+from invformer.processes.exit import guarded
 from studies.study import interrupt
 
 signal.signal(signal.SIGINT, interrupt)
@@ -194,7 +194,7 @@ def test_characters_that_control_reorder_or_hide_text_are_shown(character: str, 
 
 STOPPED = """
 import os, signal, sys
-from invformer.runs.exit import guarded, raised_signals, stop_on_signals
+from invformer.processes.exit import guarded, raised_signals, stop_on_signals
 
 def work():
     if sys.argv[1] == "raised":
@@ -218,7 +218,7 @@ def test_twenty_signals_are_one_line(how: str) -> None:
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_a_descriptor_that_is_closed_is_no_file_of_the_program(closed: str, tmp_path: Path) -> None:
     code = (
-        "import sys; from invformer.runs.console import outlive_console; outlive_console()\n"
+        "import sys; from invformer.processes.console import outlive_console; outlive_console()\n"
         "with open(sys.argv[1], 'w') as file: assert file.fileno() > 2\n"
         "print('out', flush=True); print('err', file=sys.stderr); sys.stdin.read()"
     )

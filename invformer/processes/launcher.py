@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from invformer.errors import InvformerError, RankLost
-from invformer.runs.ranks import POLL, REPORTS, signals_to_stop, usable_cores
+from invformer.processes.ranks import POLL, REPORTS, signals_to_stop, usable_cores
 
 GRACE_TO_STOP = 75  # seconds for ranks after a signal: saving, and W&B's last minute
 

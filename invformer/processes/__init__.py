@@ -1,0 +1,1 @@
+"""The processes of a program: ranks and their launcher, signals, exit codes, console, threads."""
