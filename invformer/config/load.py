@@ -46,6 +46,8 @@ from invformer.errors import ConfigurationError
 
 Config = TypeVar("Config", bound=Root)
 
+# What earlier versions wrote into every configuration, with the one value that is left.
+RETIRED = {"trainer.strategy": "ddp"}
 YAML = (".yaml", ".yml")  # a name that ends like this is a path
 FIELD_REFERENCE = re.compile(r"\$\{\w+\.\w+\}")
 PACKAGE = Path(__file__).parents[1]
@@ -236,7 +238,7 @@ def _flatten(tree: Any, prefix: str, schema: type[Root], source: str) -> Iterato
     for name, value in tree.items():
         if f"{prefix}{name}" in sections:
             yield from _flatten(value, f"{prefix}{name}.", schema, source)
-        else:  # a field left blank is null
+        elif RETIRED.get(f"{prefix}{name}") != value:  # a field left blank is null
             yield Setting(f"{prefix}{name}", "null" if value == "" else value, source)
 
 

@@ -206,7 +206,6 @@ class TrainerConfig(Section, key="trainer"):
     val_every: int = option(500, "optimiser steps between validations", MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda"] = option("auto", "device; a Mac has the cpu")
     devices: int = option(1, "devices to train on", "[1, 1e4]")
-    strategy: Literal["ddp", "fsdp"] = option("ddp", "fsdp shards gradients and optimiser")
     precision: Literal["32-true", "bf16-mixed", "64-true"] = option("32-true", "arithmetic")
     compile: bool = option(False, "torch.compile each block")
     cuda_graph: bool = option(True, "on one GPU, replay each step as CUDA graphs")
@@ -300,7 +299,7 @@ class TrainConfig(Root):
     run: RunConfig = field(default_factory=RunConfig)
 
     def check(self) -> None:
-        """The schedule fits the run, batches the devices, and sharding the optimiser."""
+        """The schedule fits the run, and batches the devices."""
         if self.warmup_steps > self.trainer.max_steps:
             why = f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}"
             self.refuse("optim.warmup_steps", why)
@@ -309,8 +308,6 @@ class TrainConfig(Root):
         if characters == 1 and self.model.is_contractive and self.init_from is None:
             why = "1 window of 1 character has no deviation to start from; read more"
             self.refuse("data.batch_size", why)
-        if self.trainer.strategy == "fsdp" and self.trainer.precision == "64-true":
-            self.refuse("trainer.strategy", "fsdp trains in 32-true or bf16-mixed: pick ddp")
 
     def require_equal_shares(self, devices: int) -> None:
         """Refuse a batch that so many devices cannot share."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from invformer.branches.compiled import Fields
 from invformer.kernels import native
 from invformer.lipschitz.power_iteration import PowerIteration
-from invformer.nn.certificate import original_class
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.residual import (
     FoldedWeights,
@@ -65,7 +64,7 @@ def can_take(
 ) -> bool:
     """True if there is compiled code for these blocks, branches and iterations."""
     return (
-        all(original_class(block) in BLOCKS for block in blocks)
+        all(type(block) in BLOCKS for block in blocks)
         and all(branch.is_compiled for branch in branches)
         and all(
             each.norm != "frobenius"

@@ -81,11 +81,5 @@ class Certificate:
 
 def require_type(name: str, module: nn.Module | None, known: tuple[type, ...]) -> None:
     """Raise NoCertificateError for a type that nothing is proven about."""
-    if (cls := original_class(module)) not in known:
+    if (cls := type(module)) not in known:
         raise NoCertificateError(f"{name}: no proof is known for {cls.__name__}")
-
-
-def original_class(module: nn.Module | None) -> type:
-    """The class that a module was made of; FSDP2 makes a subclass of it."""
-    cls = type(module)
-    return cls.__bases__[-1] if hasattr(cls, "unshard") else cls

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from invformer.branches.branch import LipschitzBranch
-from invformer.nn.certificate import Certificate, NoCertificateError, original_class, require_type
+from invformer.nn.certificate import Certificate, NoCertificateError, require_type
 from invformer.nn.inverse import StackSolution, undo
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.numerics.norms import NORMS, Norm, Tokens, unknown_norm
@@ -125,13 +125,7 @@ class InvertibleStack(nn.Module):
         return x
 
     def blocks_compute_weights(self) -> bool:
-        """True if each block computes its own weights: compiled, recomputed or sharded.
-
-        FSDP2 frees the gathered parameters as soon as the gradients of the model's arguments are
-        known: weights computed outside would need them after that.
-        """
-        if any(hasattr(block, "unshard") for block in self.blocks):
-            return True
+        """True if each block computes its own weights: compiled or recomputed."""
         compiled = any(block._compiled_call_impl is not None for block in self.blocks)
         return compiled or self.checkpoint_activations or torch.compiler.is_compiling()
 
@@ -167,10 +161,7 @@ class InvertibleStack(nn.Module):
         It has a type without a proof, a forward hook, or a replaced forward.
         """
         for name, module in self.named_modules():
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            # FSDP2's hooks put the module's own weights in their places.
-            foreign = [h for h in hooks if not h.__module__.startswith("torch.distributed.fsdp.")]
-            if "forward" in vars(module) or foreign:
+            if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
                 raise NoCertificateError(
                     f"{name or 'the stack'}: a forward hook, or a forward of its own, may change "
                     "what it computes; remove it, then certify"
@@ -182,7 +173,7 @@ class InvertibleStack(nn.Module):
             for name, layer in block.named_children():
                 require_type(full_name(index, name), layer, (InvertibleResidual, ActivationNorm))
         for name, layer in self.residual_layers():
-            own = original_class(layer.branch)
+            own = type(layer.branch)
             require_type(name, layer.branch, (own,) if getattr(own, "is_proven", False) else ())
             require_type(name, layer.scaling, (DiagonalScaling, type(None)))
             require_type(name, layer.dropout, (Dropout, nn.Identity))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, cat
+from torch import Tensor
 
 from invformer.config.load import from_dict
 from invformer.config.schema import SavedPath, TrainConfig
@@ -29,7 +29,6 @@ MANIFEST = "MANIFEST.json"
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
 STATE, STATE_TENSORS = "state.json", "state.safetensors"
 FILES = (MODEL, WEIGHTS, STATE, STATE_TENSORS)
-PARTS = re.compile(r"state-\d{5}\.safetensors")  # of the optimiser, one for each process
 NAME = re.compile(r"step-(\d{8,12})(?:-(\d{1,6}))?")
 MAX_HEADER = 4 << 20  # bytes of a safetensors file beside its tensors
 MAX_JSON = 64 << 20  # bytes of model.json, whose vocabulary is the largest part
@@ -155,12 +154,6 @@ class Checkpoint:
         """Where training continues: plain values and CPU tensors; raises CheckpointError."""
         where, beside = str(self.path / STATE), str(self.path / STATE_TENSORS)
         tensors = encoding.from_bytes(self.read(STATE_TENSORS), beside)
-        parts = [
-            encoding.from_bytes(self.read(name), str(self.path / name))
-            for name in sorted(filter(PARTS.fullmatch, self.files))
-        ]
-        for name in parts[0] if parts else ():
-            tensors[name] = cat([part[name] for part in parts])  # along the first axis
         if name := encoding.first_non_finite(must_be_finite(tensors)):
             raise CheckpointError(f"{beside}: {name} is not finite")
         state = encoding.unpack(encoding.parse(self.read(STATE), where), tensors, where)
@@ -210,12 +203,11 @@ def open_checkpoint(path: Path, cache: Path | None = None) -> Checkpoint:
         case _:
             raise CheckpointError(f"{path / manifest}: no manifest of a checkpoint of version 1")
     checkpoint = replace(empty, files=files, sha256=hashlib.sha256(content).hexdigest())
-    parts = set(filter(PARTS.fullmatch, files))
     listed = names - {MANIFEST}
     if files.keys() == {MODEL, WEIGHTS}:  # a model to share, beside which other files may lie
         differing = files.keys() - listed
     else:
-        differing = listed ^ files.keys() | files.keys() - parts ^ set(FILES)
+        differing = listed ^ files.keys() | files.keys() ^ set(FILES)
     if differing:
         raise CheckpointError(
             f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"

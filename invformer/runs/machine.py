@@ -12,7 +12,7 @@ import torch
 from invformer.errors import ConfigurationError
 from invformer.kernels import native, triton_attention
 from invformer.kernels.host import compiler_complaint
-from invformer.processes.ranks import is_rank, launcher_value, usable_cores
+from invformer.processes.ranks import launcher_value, usable_cores
 
 if TYPE_CHECKING:  # benchmarks ask for the commit, and load no configuration
     from invformer.config.schema import TrainConfig, TrainerConfig
@@ -50,17 +50,12 @@ def refuse_missing_devices(config: "TrainerConfig") -> None:
 def refuse_missing_requirements(config: "TrainConfig") -> None:
     """Raise ConfigurationError if this machine cannot train as asked.
 
-    Checked are the number of devices and of torchrun's processes, the strategy, the attention
-    kernel, the compiler and the loggers.
+    Checked are the number of devices and of torchrun's processes, the attention kernel, the
+    compiler and the loggers.
     """
     trainer = config.trainer
     refuse_missing_devices(trainer)
     config.require_equal_shares(launcher_value("WORLD_SIZE", 1))
-    if trainer.strategy == "fsdp" and not is_rank():
-        raise ConfigurationError(
-            "trainer.strategy: fsdp shards over several processes: set trainer.devices=2, or start "
-            "with torchrun"
-        )
     device = training_device(trainer)
     kernel, missing = config.model.attention_kernel, None
     if kernel == "native":

@@ -40,7 +40,7 @@ MAY_CHANGE = (
 NOT_BIT_FOR_BIT = (
     "model.attention_kernel", "trainer.accelerator", "trainer.checkpoint_activations",
     "trainer.compile", "trainer.cuda_graph", "trainer.deterministic", "trainer.devices",
-    "trainer.num_threads", "trainer.strategy", "trainer.val_every",
+    "trainer.num_threads", "trainer.val_every",
 )  # fmt: skip
 ON_REQUEST = {  # with run.change=true
     "data.batch_size", "model.dropout", "model.head_dropout", "optim.betas", "optim.ema_decay",

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from invformer.errors import CheckpointError, Interrupted, StorageError
 from invformer.processes.contained import in_background
-from invformer.processes.ranks import launcher_value
 from invformer.runs.checkpoint import CHANGES, keep_only, name_for, open_checkpoint
 from invformer.runs.files import require_lock
 from invformer.runs.resume import (
@@ -24,7 +23,7 @@ from invformer.runs.resume import (
     require_own_state,
     take_settings,
 )
-from invformer.runs.writing import PART, encode, write_directory, write_part
+from invformer.runs.writing import encode, write_directory
 
 GRACE = 60.0  # seconds for writing the last checkpoint of a run that fails
 METADATA = "invformer"  # where a run puts what ``model.json`` says
@@ -169,7 +168,7 @@ class DirectoryCheckpointIO(CheckpointIO):
     ) -> None:
         """Copy the state, and begin to write it.
 
-        Lightning calls this in the first process only, :class:`.ShardedStrategy` in every one.
+        Lightning calls this in the first process only.
         ``storage_options`` are the names of the checkpoints to keep; None keeps all.
 
         Raises:
@@ -180,15 +179,10 @@ class DirectoryCheckpointIO(CheckpointIO):
         metadata = {**state.pop(METADATA), "step": state.pop("global_step")}
         weights = state.pop("state_dict")
         del state["pytorch-lightning_version"]
-        rank = launcher_value("RANK", 0)
-        files = encode(metadata, weights, state, rank)
+        files = encode(metadata, weights, state)
 
         def write() -> None:
-            if rank:
-                write_part(Path(path), files)
-                return
-            count = launcher_value("WORLD_SIZE", 1) if PART.format(0) in files else 1
-            write_directory(Path(path), files, [PART.format(n) for n in range(1, count)])
+            write_directory(Path(path), files)
             try:
                 open_checkpoint(Path(path)).verified()
                 if storage_options is not None:

@@ -13,7 +13,6 @@ from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
 from invformer.nn.stack import FoldedStackWeights
-from invformer.runs.sharding import gathered
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Numbers, record
 
@@ -62,7 +61,7 @@ class BranchMonitor:
             record(trainer, trainer.global_step, self.early)
             self.early = {}
         else:
-            with self.watch, gathered(self.module.model):
+            with self.watch:
                 record(trainer, trainer.global_step, self.row(self.module.weights))
 
     def validation_starts(self) -> None:

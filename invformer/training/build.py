@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
@@ -31,7 +30,6 @@ from invformer.runs.machine import commit, refuse_missing_requirements, training
 from invformer.runs.resume import is_complete, resume_point
 from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
-from invformer.runs.sharding import ShardedStrategy
 from invformer.runs.wandb_logger import open_wandb
 from invformer.trained.model import TrainedModel, load
 from invformer.training.alarm import Alarm
@@ -98,7 +96,7 @@ def build_run(config: TrainConfig) -> Run:
             DirectoryCheckpointIO(saved),
             TorchElasticEnvironment() if is_rank() else LightningEnvironment(),
         ],
-        strategy=build_strategy(options, saved),
+        strategy=build_strategy(options),
         logger=loggers,
         enable_checkpointing=False,
         use_distributed_sampler=False,
@@ -163,19 +161,16 @@ def build_module(
     )
 
 
-def build_strategy(config: TrainerConfig, saved: Iterable[str]) -> Strategy | str:
+def build_strategy(config: TrainerConfig) -> Strategy | str:
     """One device, or several processes, of which a hanging one is found by the timeout.
 
-    The timeout also covers the start of the processes. ``saved`` has the names of what a checkpoint
-    holds of the module.
+    The timeout also covers the start of the processes.
     """
     if not is_rank():
         return "auto"
     timeout = timedelta(seconds=config.rank_timeout + START_SECONDS)
     # Numbers of the host travel between hosts, tensors of a GPU between GPUs.
     backend = "cpu:gloo,cuda:nccl" if training_device(config).type == "cuda" else None
-    if config.strategy == "fsdp":
-        return ShardedStrategy(launcher_value("WORLD_SIZE", 1), saved, timeout, backend)
     # Buffers are functions of the weights, and so the same in every process.
     return DDPStrategy(timeout=timeout, process_group_backend=backend, broadcast_buffers=False)
 

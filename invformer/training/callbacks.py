@@ -20,7 +20,6 @@ from invformer.nn.proof import enforce
 from invformer.numerics.precision import without_autocast
 from invformer.processes.collective import largest_of_processes
 from invformer.runs.saving import METADATA
-from invformer.runs.sharding import is_sharded
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Numbers, is_step_boundary, log_table, record
 
@@ -99,10 +98,7 @@ class CertificateKeeper(L.Callback):
 
 @dataclass(eq=False)
 class InversionMonitor(L.Callback):
-    """Inverts a few validation sequences at every validation, in float64 as evaluate.py does.
-
-    FSDP2's modules cannot be copied: there it inverts in the precision of the weights.
-    """
+    """Inverts a few validation sequences at every validation, in float64 as evaluate.py does."""
 
     tokens: Integer[Tensor, "sequences tokens"]  # the text to invert
     decode: Callable[[Tensor], str] | None = None  # makes text of tokens, to show it
@@ -116,11 +112,9 @@ class InversionMonitor(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the errors of the recovered text, and show it."""
         assert isinstance(pl_module, CharLanguageModel)
-        weight = next(pl_module.parameters())
-        dtype = weight.dtype if is_sharded(pl_module.model) else torch.float64
         with without_autocast(pl_module.device):
             tokens = self.tokens.to(pl_module.device)
-            trip = round_trip(pl_module.model, tokens, dtype)
+            trip = round_trip(pl_module.model, tokens, torch.float64)
             found = trip.numbers()
         row: Numbers = {
             "inverse/residual_max": found["residual"],
@@ -150,7 +144,7 @@ class Sample(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show a continuation by the weights that were validated."""
         assert isinstance(pl_module, CharLanguageModel)
-        if trainer.is_global_zero or is_sharded(pl_module.model):
+        if trainer.is_global_zero:
             self.text = self.generate(pl_module)
             log_table(trainer, "view/sample", ["text"], [[self.text]])
 

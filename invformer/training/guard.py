@@ -1,7 +1,7 @@
 """Nothing that is not finite ever reaches a weight or the optimiser's memory."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float
@@ -22,18 +22,11 @@ class UpdateGuard:
         self._names: list[str]  # of the parameters
 
     def inspect(
-        self,
-        step: int,
-        loss: Tensor,
-        gradients: Mapping[str, Tensor],
-        combine: Callable[[Tensor], Tensor] | None = None,
+        self, step: int, loss: Tensor, gradients: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
-        """Look at the update of a step; returns the Euclidean norm of all gradients together.
-
-        ``combine`` computes norms of whole gradients from norms of parts, if these are parts.
-        """
+        """Look at the update of a step; returns the Euclidean norm of all gradients together."""
         each = torch._foreach_norm(list(gradients.values()))  # pyright: ignore[reportPrivateImportUsage]
-        norms = torch.stack(each) if combine is None else combine(torch.stack(each))
+        norms = torch.stack(each)
         norm = torch.linalg.vector_norm(norms)
         bad = (~(norm + loss).isfinite()).to(norm)
         number = torch.full_like(loss, step, dtype=torch.float64)

@@ -23,7 +23,6 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
 from invformer.processes.collective import mean_of_processes
 from invformer.runs.saving import METADATA
-from invformer.runs.sharding import gather, is_sharded, local_part, norms_of_whole, shard
 from invformer.trained.opening import configuration_of, find_checkpoint, restored
 from invformer.training.guard import UpdateGuard
 from invformer.training.optimizers import build_optimizer, learning_rates
@@ -108,19 +107,13 @@ class CharLanguageModel(L.LightningModule):
         """Give the memory of graphs back."""
         self.launch_again()
 
-    def configure_model(self) -> None:
-        """Shard the model if the strategy does that."""
-        mesh = self.device_mesh
-        if mesh is not None and not is_sharded(self.model):
-            shard(self.model, self.model.stack.blocks, mesh["data_parallel"])
-
     def refuses_at_once(self) -> bool:
         """True if an update that is not finite raises before it is made.
 
         On a GPU the host would have to wait for the answer at every step, so the device skips the
-        update instead. Optimisers of sharded weights cannot skip one.
+        update instead.
         """
-        return self.device.type == "cpu" or is_sharded(self.model)
+        return self.device.type == "cpu"
 
     @property
     def step(self) -> int:
@@ -189,11 +182,10 @@ class CharLanguageModel(L.LightningModule):
                 update is skipped, and :meth:`refuse_lost_update` raises later.
         """
         parameters = self.model.named_parameters()
-        gradients = {n: local_part(p.grad) for n, p in parameters if p.grad is not None}
+        gradients = {n: p.grad for n, p in parameters if p.grad is not None}
         nats = mean_of_processes(torch.stack(self._losses).mean())  # what the update descends
         self._losses.clear()
-        combine = norms_of_whole if is_sharded(self.model) else None
-        norm = self.guard.inspect(self.trainer.global_step, nats, gradients, combine)
+        norm = self.guard.inspect(self.trainer.global_step, nats, gradients)
         row = {"train/nats": nats, "train/bpc": nats / LN2, "optim/grad_norm": norm}
         record(self.trainer, self.trainer.global_step, {**row, **learning_rates(optimizer)})
         if self.refuses_at_once():
@@ -221,7 +213,6 @@ class CharLanguageModel(L.LightningModule):
         super().optimizer_step(*args, **kwargs)
         if not self.replays:
             self.weights = None
-        gather(self.model)
         if self.average is not None:
             self.average.update(self.trainer.global_step)
         (self._replayed_refresh or self.refresh)()
@@ -240,7 +231,6 @@ class CharLanguageModel(L.LightningModule):
     def on_train_start(self) -> None:
         """Normalise the weights that were loaded."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
-        gather(self.model)
         if self.average is not None:
             self.average.follow()
         self.use_average(False)  # which an earlier run of this module left behind
@@ -258,8 +248,7 @@ class CharLanguageModel(L.LightningModule):
         self.use_average(self.trainer.state.fn != TrainerFn.FITTING)
 
     def on_train_end(self) -> None:
-        """Leave whole weights behind, and the average if there is one."""
-        gather(self.model)
+        """Leave the average behind, if there is one."""
         set_sample_keys(self.model, None)
         self.use_average(True)
 

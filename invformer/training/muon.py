@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.kernels import native_matrices
-from invformer.runs.sharding import part_like, whole
 
 # The quintic that pulls singular values towards one, a few of them quickly (Jordan et al. 2024).
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -43,9 +42,9 @@ def update(group: dict[str, Any], memory: Mapping[Tensor, dict[str, Any]]) -> No
     private: Any = torch  # the names of its functions of lists are
     private._foreach_lerp_(averages, gradients, 1 - group["momentum"])
     momenta = private._foreach_lerp(gradients, averages, group["momentum"])  # Nesterov's
-    matrices = [as_matrices(whole(m), group["parts"]) for m in momenta]
+    matrices = [as_matrices(m, group["parts"]) for m in momenta]
     directions = [
-        part_like(as_parameter(d, p.shape), p)
+        as_parameter(d, p.shape)
         for d, p in zip(orthogonalised_together(matrices), params, strict=True)
     ]
     private._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])

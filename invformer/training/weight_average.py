@@ -27,7 +27,7 @@ class WeightAverage:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's present parameters: sharding replaces them."""
+        """The model's present parameters."""
         return dict(self.model.named_parameters())
 
     def follow(self) -> None:

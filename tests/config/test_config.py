@@ -158,7 +158,7 @@ NONSENSE = [
     "optim.betas=[0.9]", "optim.betas=[0.9,1]", "optim.betas=[0.9,[0.9]]", "optim.betas=[0.9,0.99",
     "optim.betas=0.9", "optim.warmup_steps=11 trainer.max_steps=10",
     "trainer.max_steps=" + "9" * 5000, "trainer.max_time=3m", "trainer.precision=16",
-    "trainer.compile=2", "trainer.strategy=fsdp trainer.precision=64-true", "logger.project=a/b",
+    "trainer.compile=2", "logger.project=a/b",
     "logger.tags=[" + "x" * 65 + "]", "logger.tags=[" + "[" * 1000, "run.name=..", "run.name=a/b",
     "run.name=-rf", "run.name=.hidden", "run.name=" + "a" * 101, "run.seed=4294967296",
     "run.root=None", "run.name=${oc.env:HOME}",
@@ -250,6 +250,15 @@ def test_absent_values_take_their_defaults_and_unknown_ones_are_refused() -> Non
     ):
         with pytest.raises(ConfigurationError, match=says):
             from_dict(values)
+
+
+def test_an_option_that_is_gone_is_read_where_its_value_is_the_one_that_is_left() -> None:
+    trainer = {"strategy": "ddp", "devices": 2}
+    assert from_dict({"trainer": trainer}).trainer.devices == 2
+    for refused in ({"trainer": {"strategy": "fsdp"}}, {"trainer": {"strategi": "ddp"}}):
+        with pytest.raises(ConfigurationError, match=r"unknown key .trainer\.strateg"):
+            from_dict(refused)
+    assert refusal("trainer.strategy=fsdp").startswith("unknown key 'trainer.strategy'")
 
 
 def test_the_command_names_only_what_differs_from_the_defaults() -> None:

@@ -212,11 +212,9 @@ def runs(machine: Machine) -> Iterator[Row]:
 
 
 def distributed(machine: Machine) -> Iterator[Row]:
-    """A process group of one: DDP and FSDP2 have the gradients of the plain model."""
+    """A process group of one: DDP has the gradients of the plain model."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
-
-    from invformer.runs.sharding import shard
 
     backend = "nccl" if machine.is_gpu else "gloo"
     store = f"file://{machine.folder.resolve() / 'store'}"
@@ -226,20 +224,15 @@ def distributed(machine: Machine) -> Iterator[Row]:
             model, text = machine.model(name)
             model, text = model.to(machine.device), text.to(machine.device)
             _, wanted = gradients(model, text, "32-true")
-            for way in ("DDP", "FSDP2"):
-                case, copied = f"{name}, {backend}, {way}", copy.deepcopy(model)
-                try:
-                    if way == "DDP":
-                        copied = DistributedDataParallel(copied)
-                    else:
-                        mesh = dist.init_device_mesh(machine.device.type, (1,))
-                        shard(copied, copied.stack.blocks, mesh)
-                    with machine.rules():
-                        _, found = gradients(copied, text, "32-true")
-                except Exception as error:
-                    yield failed("distributed", case, error)
-                    continue
-                error = (found - wanted).norm() / wanted.norm()
-                yield at_most("distributed", case, error.item(), 1e-5)
+            case, copied = f"{name}, {backend}, DDP", copy.deepcopy(model)
+            try:
+                copied = DistributedDataParallel(copied)
+                with machine.rules():
+                    _, found = gradients(copied, text, "32-true")
+            except Exception as error:
+                yield failed("distributed", case, error)
+                continue
+            error = (found - wanted).norm() / wanted.norm()
+            yield at_most("distributed", case, error.item(), 1e-5)
     finally:
         dist.destroy_process_group()

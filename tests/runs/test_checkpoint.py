@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ import torch
 from invformer.assemble.model import build_model
 from invformer.config.load import from_dict
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import CheckpointError, NonFiniteError, StorageError
+from invformer.errors import CheckpointError, NonFiniteError
 from invformer.nn.transformer import CharTransformer
-from invformer.processes.contained import in_background
 from invformer.runs import writing as directory
 from invformer.runs.checkpoint import (
     FILES,
@@ -33,7 +31,7 @@ from invformer.runs.checkpoint import (
     saved_in,
     sweep,
 )
-from invformer.runs.writing import PART, encode, write_directory, write_part
+from invformer.runs.writing import write_directory
 from invformer.trained.opening import restored
 from tests.runs.hostile import ATTACKS, Attack, flipped, seal
 from tests.support.saved_runs import NO_STATE, save_run, write_checkpoint
@@ -145,52 +143,6 @@ def test_files_reach_the_disk_before_their_name_and_the_manifest_last(
     write_directory(folder / "step-00000001", {"a": b"1", "b": b"2"})
     partial = PARTIAL + "step-00000001"
     assert order == ["a", "b", MANIFEST, partial, "rename", "checkpoints"]
-
-
-class Part(torch.Tensor):
-    """A tensor of which this process has a part."""
-
-    def to_local(self) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
-
-
-MEMORY = torch.arange(6.0).view(3, 2)
-
-
-def contribution(rank: int) -> dict[str, bytes]:
-    """What one of two processes writes."""
-    memory = MEMORY[2 * rank : 2 * rank + 2].clone().as_subclass(Part)
-    state = {**NO_STATE, "optimizer_states": [{"count": torch.tensor(4), "m": memory}]}
-    return encode({**METADATA, "step": 1}, {"w": torch.ones(2)}, state, rank)
-
-
-def test_parts_of_two_processes_are_one_checkpoint_of_whole_tensors(folder: Path) -> None:
-    path = folder / "step-00000001"
-    first = in_background(lambda: write_directory(path, contribution(0), [PART.format(1)]), "a")
-    write_part(path, contribution(1))
-    first.result(60)
-    (memory,) = newest(folder.parent).read_state()["optimizer_states"]
-    assert memory["count"] == 4
-    assert torch.equal(memory["m"], MEMORY)
-    (path / PART.format(1)).unlink()
-    with pytest.raises(CheckpointError, match=r"'state-00001\.safetensors' is missing"):
-        open_checkpoint(path)
-
-
-def test_a_part_that_cannot_be_written_leaves_no_checkpoint_and_nobody_waiting(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = folder / save(folder, 1)
-    again = folder / "step-00000002"
-    first = in_background(lambda: write_directory(again, contribution(0), [PART.format(1)]), "a")
-    while not (folder / (PARTIAL + again.name) / PART.format(0)).exists():
-        assert not first.done()
-    monkeypatch.setattr(directory, "replace_file", Mock(side_effect=StorageError("full")))
-    with pytest.raises(StorageError, match="full"):
-        write_part(again, contribution(1))
-    with pytest.raises(StorageError, match="step-00000002: cannot be written"):
-        first.result(60)
-    assert list(folder.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("where", ["weights", "optimizer"])

@@ -42,17 +42,6 @@ def test_more_processes_than_cores_are_refused_before_one_is_started(
     assert started == [4]
 
 
-def test_one_process_is_not_sharded_unless_a_launcher_started_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = load_config(["trainer.strategy=fsdp"])
-    with pytest.raises(ConfigurationError, match=r"trainer\.strategy: fsdp shards over several"):
-        refuse_missing_requirements(config)
-    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    refuse_missing_requirements(config)
-
-
 @pytest.fixture
 def refuse(tmp_path: Path) -> Callable[..., None]:
     """A run that these words ask for is refused, and has no folder."""
