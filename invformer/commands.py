@@ -120,9 +120,9 @@ def evaluate(config: EvaluateConfig) -> None:
 
     with Bar(desc="loading PyTorch"):
         from invformer.evaluation.evaluate import evaluate
-        from invformer.evaluation.report import print_comparison, print_table, summary_values
         from invformer.kernels.host import keep_freed_memory
-        from invformer.page import keep, keep_comparison
+        from invformer.report.page import keep, keep_comparison
+        from invformer.report.table import print_comparison, print_table, summary_values
         from invformer.trained.model import opened
         from invformer.trained.opening import find_checkpoint
 
@@ -201,7 +201,8 @@ def invert(config: InvertConfig) -> None:
     from invformer.processes.bar import Bar
 
     with Bar(desc="loading PyTorch and the model"):
-        from invformer.evaluation.recovered_text import Shown, perturb
+        from invformer.evaluation.damage import perturb
+        from invformer.report.recovered_text import Shown
         from invformer.trained.model import joined, load, read_states, write_states
 
         model = load(config.checkpoint, config.device)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from invformer.config.section import option
-from invformer.evaluation.recovered_text import perturb
+from invformer.evaluation.damage import perturb
 from invformer.proofs.prefix_margins import prefix_margins
 from studies.report import Figure, Rows, Summary, by, curves, look_of, panels, table, values
 from studies.states import SLACK, decode, kind_of, trained, undoing, windows

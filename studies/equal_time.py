@@ -32,10 +32,10 @@ from invformer.config.section import option
 from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
-from invformer.evaluation.report import write_json
 from invformer.kernels.host import keep_freed_memory
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import denormals_flushed
+from invformer.runs.files import write_json
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import price
 from studies.price import QUIET, TWIN, Result

@@ -26,11 +26,11 @@ from invformer.config.load import load_config
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.transformer import CharTransformer
 from invformer.processes.exit import guarded
+from invformer.report.plots import save
 from invformer.runs.run_log import read_rows
 from invformer.training.build import build_run
 from invformer.training.fit import fit
 from invformer.training.monitor import LipschitzMonitor
-from invformer.training.plots import save
 from studies.report import panels
 
 COMPARISONS = 10

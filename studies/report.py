@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from invformer.training.plots import empty_figure
+from invformer.report.plots import empty_figure
 from studies.rows import AnyCase, AnyResult
 
 if TYPE_CHECKING:  # matplotlib is slow to load
-    from invformer.training.plots import Axes, Figure
+    from invformer.report.plots import Axes, Figure
 else:
     Axes = Figure = Any
 

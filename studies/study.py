@@ -26,11 +26,11 @@ from tqdm import tqdm
 from invformer.config.load import command_line, parse_or_exit
 from invformer.config.section import Root, option
 from invformer.errors import ConfigurationError
-from invformer.evaluation.report import write_json
 from invformer.processes.console import outlive_console
 from invformer.processes.exit import guarded
+from invformer.report.plots import save
+from invformer.runs.files import write_json
 from invformer.runs.machine import commit, cpu_name, pick_device
-from invformer.training.plots import save
 from studies.report import Figure, Item, Rows, Summary, differing, finished
 from studies.rows import AnyCase, AnyResult, Measured, RowFile
 

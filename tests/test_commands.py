@@ -27,7 +27,7 @@ from invformer.errors import (
     DataError,
     StorageError,
 )
-from invformer.evaluation.recovered_text import Shown
+from invformer.report.recovered_text import Shown
 from invformer.runs.checkpoint import WEIGHTS
 from invformer.trained.model import RecoveredText, TrainedModel, read_states, write_states
 from tests.support import fake_hub

@@ -27,9 +27,8 @@ from invformer.errors import (
 from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import measured_branches
+from invformer.evaluation.marked_text import marks, readable
 from invformer.evaluation.ngram import witten_bell_nats
-from invformer.evaluation.recovered_text import marks, readable
-from invformer.evaluation.report import MOSTLY
 from invformer.nn.proof import certify_trained
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import FORWARD_DTYPE
@@ -38,6 +37,7 @@ from invformer.proofs.prefix_margins import MarginEvidence
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.machine import pick_device
 
+MOSTLY = 0.5  # a text is mostly unknown if more of it is not in the vocabulary
 NGRAM_ORDER = 5
 PROMPT, SAMPLE = 16, 200  # characters that are given, and that the model adds
 NGRAM_CHARACTERS = 100_000_000  # of the training text, at most

@@ -6,12 +6,14 @@ the user's; nothing else in it is followed, and only regular files are opened.
 
 import errno
 import fcntl
+import json
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from invformer.errors import CheckpointError, StorageError
 
@@ -38,6 +40,23 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def write_json(report: Mapping[str, Any], path: Path) -> None:
+    """Write the report atomically; numbers JSON has no literal for become null."""
+    make_folder(path.parent)
+    replace_file(path, json.dumps(finite(report), indent=2, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """The tree with None in place of infinities and NaN."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def require_new_folder(folder: Path) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError, StorageError
-from invformer.evaluation.recovered_text import LEAST_ROUNDING
+from invformer.evaluation.damage import LEAST_ROUNDING
 from invformer.nn.certificate import Certificate
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.proof import certify, certify_trained

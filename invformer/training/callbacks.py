@@ -14,11 +14,11 @@ from torch import Tensor
 
 from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import round_trip
-from invformer.evaluation.report import write_json
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import enforce
 from invformer.numerics.precision import without_autocast
 from invformer.processes.collective import largest_of_processes
+from invformer.runs.files import write_json
 from invformer.runs.saving import METADATA
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Numbers, is_step_boundary, log_table, record

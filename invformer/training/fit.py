@@ -13,13 +13,14 @@ from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import Alarmed, CheckpointError
 from invformer.evaluation.evaluate import ngram_baseline
-from invformer.evaluation.report import largest_proven, title_of
 from invformer.kernels import native
 from invformer.processes import exit as ending
 from invformer.processes.console import CONTROL_CHARACTER, printable
 from invformer.processes.contained import one_line
 from invformer.processes.exit import explained
 from invformer.processes.ranks import handlers_restored
+from invformer.report.plots import plot_run, read_curves
+from invformer.report.table import largest_proven, title_of
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from invformer.runs.files import replace_file
 from invformer.runs.run_directory import RunDirectory
@@ -29,7 +30,6 @@ from invformer.runs.wandb_logger import WandbLogger
 from invformer.training.alarm import Alarm
 from invformer.training.callbacks import CertificateKeeper, InversionMonitor, Sample
 from invformer.training.module import CharLanguageModel
-from invformer.training.plots import plot_run, read_curves
 from invformer.training.progress import percent
 from invformer.weights.spectral import set_manual_refresh
 

@@ -13,9 +13,9 @@ from torch import Tensor, cat
 
 from invformer.errors import CertificateViolation
 from invformer.evaluation.lipschitz import require_sandwich
+from invformer.report.plots import picture_of
 from invformer.runs.files import replace_file
 from invformer.runs.run_log import Row, by_branch
-from invformer.training.plots import picture_of
 
 # What may be recorded: a scalar by its key, or a vector by the keys of its entries.
 Numbers = dict[str | tuple[str, ...], Tensor | float]

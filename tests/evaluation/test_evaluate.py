@@ -11,8 +11,8 @@ import torch
 from invformer.data.corpora import read_corpus
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
 from invformer.evaluation.lipschitz import measured_branches
-from invformer.evaluation.report import print_table
-from invformer.page import keep
+from invformer.report.page import keep
+from invformer.report.table import print_table
 from tests.support.builders import contractive_model, random_tokens
 from tests.support.saved_runs import SUMS, Saved, evaluated
 
@@ -102,7 +102,7 @@ def test_a_full_disk_does_not_take_the_table(
 ) -> None:
     Saved(tmp_path).save()
     full = StorageError("evaluation.json: cannot be written (No space left on device)")
-    monkeypatch.setattr("invformer.page.write_json", Mock(side_effect=full))
+    monkeypatch.setattr("invformer.report.page.write_json", Mock(side_effect=full))
     assert command("evaluate", f"checkpoint={tmp_path}", *QUICK) == 7
     shown = capsys.readouterr()
     assert "val bpc" in shown.out

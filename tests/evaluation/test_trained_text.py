@@ -13,7 +13,7 @@ from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, DataError
 from invformer.evaluation.ngram import witten_bell_nats
-from invformer.evaluation.report import print_table
+from invformer.report.table import print_table
 from invformer.runs.checkpoint import MODEL, read_checkpoint
 from invformer.runs.encoding import described
 from invformer.trained.opening import restored, weights_on_meta

@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 
 from invformer.errors import CheckpointError, ConfigurationError, InvformerError, StorageError
-from invformer.evaluation.report import write_json
-from invformer.runs.files import LOCK, open_kept, read_regular, replace_file, require_lock
+from invformer.report.plots import plot_run
+from invformer.runs.files import (
+    LOCK,
+    open_kept,
+    read_regular,
+    replace_file,
+    require_lock,
+    write_json,
+)
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_directory import expand_home, open_run
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import open_wandb
-from invformer.training.plots import plot_run
 from tests.support.small_runs import write_rows
 
 WRITERS: dict[str, Callable[[Path], Any]] = {

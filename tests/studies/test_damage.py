@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from invformer.evaluation.recovered_text import perturb
+from invformer.evaluation.damage import perturb
 from studies import damage
 from studies.damage import Case
 

@@ -1,84 +1,16 @@
-"""A text beside the text recovered from its states: damage on the way, and what is shown of it."""
+"""A text beside the text recovered from its states, as it is shown."""
 
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from invformer.data.vocabulary import Vocabulary, raw_bytes
-from invformer.numerics.precision import at_least_single
+from invformer.data.vocabulary import Vocabulary
+from invformer.evaluation.marked_text import marks, readable
 from invformer.processes.bar import Bar
 from invformer.processes.console import printable
 
 WIDTH = 72  # cells of a line of text
-NOISE_SEED = 1_000_003  # a model's embeddings are drawn by a small seed
-LEAST_ROUNDING = 2.0**-16  # of the largest entry: what a forward pass is assumed to round by
 LINE_BREAKS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
-
-
-def perturb(
-    z: Float[Tensor, "tokens width"],
-    noise: float,
-    bits: int | None,
-    seed: int,
-    rounding: float | None = None,
-) -> tuple[Float[Tensor, "tokens width"], dict[str, Tensor]]:
-    """Damaged states, and how far they may be off, as :func:`.prefix_margins` takes it.
-
-    Every state is moved by ``noise`` times the states' root mean square length, in a random
-    direction. Then its entries are rounded to 2^bits levels, evenly spaced between the least and
-    the largest of all. Bounds have room for the rounding of z to its format, ε/2 of the largest
-    entry, and of an entry by the forward pass, ``rounding``, by default 2⁻¹⁶ of the largest entry.
-    States in half precision become float32 first: float16 has no number for the 65536th level.
-    """
-    of_format, z = torch.finfo(z.dtype).eps / 2, at_least_single(z)
-    clean = z
-    length = noise * z.square().sum(-1).mean().sqrt()
-    if noise:
-        generator = torch.Generator().manual_seed(NOISE_SEED + seed)
-        directions = torch.randn(z.shape, generator=generator).to(z)
-        z = z + directions * (length / directions.norm(dim=-1, keepdim=True))
-    largest = torch.maximum(clean.abs().amax(), z.abs().amax())
-    off = of_format * largest + (LEAST_ROUNDING * largest if rounding is None else rounding)
-    if bits is not None:
-        least, largest = z.aminmax()
-        step = (largest - least) / (2**bits - 1)
-        z = least + ((z - least) / step).round() * step if step > 0 else z
-        off = off + step / 2
-    if noise:
-        return z, {"states_within": length + off * z.shape[-1] ** 0.5}
-    return z, {} if bits is None else {"entries_within": off}
-
-
-def marks(text: str | None, recovered: str, proven: Iterable[bool]) -> str:
-    """For each character ``✗`` if it differs from a text, ``✓`` if it is proven, else ``·``."""
-    return "".join(
-        "✗" if a != b else "✓" if sure else "·"
-        for a, b, sure in zip(text or recovered, recovered, proven, strict=True)
-    )
-
-
-def readable(
-    vocabulary: Vocabulary, text: str | None, recovered: str, proven: Sequence[bool]
-) -> tuple[str | None, str, Sequence[bool]]:
-    """Symbols of a text, those recovered, and which are proven, in characters for people.
-
-    Bytes that came back become characters, proven if all of their bytes are. Others stay symbols:
-    they may be no UTF-8.
-    """
-    if not vocabulary.is_bytes or text not in (None, recovered):
-        return text, recovered, proven
-    raw = raw_bytes(recovered)
-    characters = raw.decode("utf-8", "replace")
-    if characters.encode() != raw:
-        return text, recovered, proven
-    ends = list(accumulate(len(character.encode()) for character in characters))
-    shares = tuple(all(proven[a:b]) for a, b in pairwise([0, *ends]))
-    return text and characters, characters, shares
 
 
 def lines_of(text: str, recovered: str, marks: str) -> Iterator[tuple[int, list[str]]]:

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.evaluation.report import (
+from invformer.report.page import keep, keep_comparison, page
+from invformer.report.table import (
     certified_first,
     comparison,
     print_comparison,
     summary_values,
 )
-from invformer.page import keep, keep_comparison, page
+from tests.report.test_plots import write_metrics
 from tests.support.saved_runs import Saved
-from tests.training.test_plots import write_metrics
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from invformer.evaluation.report import (
+from invformer.processes.console import printable
+from invformer.report import plots
+from invformer.report.table import (
     DIFFERING,
     branch_cells,
     branch_constants,
@@ -25,16 +27,13 @@ from invformer.evaluation.report import (
     texts_differ,
     title_of,
     worst_constants,
-    write_json,
 )
-from invformer.processes.console import printable
 from invformer.runs.checkpoint import EVALUATION
-from invformer.runs.files import refuse_link, replace_file
+from invformer.runs.files import refuse_link, replace_file, write_json
 from invformer.runs.run_directory import METRICS
-from invformer.training import plots
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from invformer.report.plots import Figure
 
 HEAD = """<!doctype html>
 <html lang="en">

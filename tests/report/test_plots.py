@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from invformer.evaluation.report import title_of
-from invformer.training.plots import (
+from invformer.report.plots import (
     draw_summary,
     in_words,
     last_constants,
@@ -14,6 +13,7 @@ from invformer.training.plots import (
     read_curves,
     running_mean,
 )
+from invformer.report.table import title_of
 from tests.support.processes import python
 from tests.support.small_runs import write_rows
 
@@ -94,7 +94,7 @@ def test_values_json_has_no_number_for_become_gaps(tmp_path: Path) -> None:
 
 def test_plotting_touches_no_global_state_and_importing_loads_no_matplotlib() -> None:
     program = (
-        "import sys; from invformer.training.plots import as_png, draw_summary\n"
+        "import sys; from invformer.report.plots import as_png, draw_summary\n"
         "assert 'matplotlib' not in sys.modules\n"
         "as_png(draw_summary({}, {}))\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"

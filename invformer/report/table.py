@@ -1,34 +1,14 @@
-"""The report of an evaluation, as a table and as JSON."""
+"""An evaluation as a table and in words."""
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from invformer.evaluation.evaluate import MOSTLY
 from invformer.numerics.rounding import downwards, shortened_down, upwards
 from invformer.runs.checkpoint import CHECKPOINTS
-from invformer.runs.files import make_folder, replace_file
 
 DIFFERING = "the texts or their units differ: bits per character do not compare"
-MOSTLY = 0.5  # a text is mostly unknown if more of it is not in the vocabulary
-
-
-def write_json(report: Mapping[str, Any], path: Path) -> None:
-    """Write the report atomically; numbers JSON has no literal for become null."""
-    make_folder(path.parent)
-    replace_file(path, json.dumps(finite(report), indent=2, allow_nan=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """The tree with None in place of infinities and NaN."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:

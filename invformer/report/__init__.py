@@ -1,0 +1,1 @@
+"""Everything that shows an evaluation: table, plots, page, card, recovered text."""
