@@ -45,7 +45,8 @@ class FixedPointSolution:
         value: x̂, (*batch, N, D).
         residual: ‖y − x̂ − f(x̂)‖.
         error_bound: ≥ ‖x̂ − x‖ for the x that a forward pass took to y, by the rounding model; inf
-            if there is no constant, or it is disproved, or it is one of diagonal blocks.
+            for a sample that has not converged, and if there is no constant or it is one of
+            diagonal blocks.
         num_steps: Picard steps taken.
         num_evaluations: evaluations of f, measurement included.
         status: an :class:`InversionStatus`.

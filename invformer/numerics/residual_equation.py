@@ -108,13 +108,12 @@ class ResidualEquation:
         )
 
     def error_bound(self, residual: Tensor, status: Tensor) -> Tensor:
-        """≥ ‖x̂ − x‖ from the residual and all rounding; infinite if nothing follows."""
-        broken = (status == InversionStatus.NOT_CONTRACTIVE) | (status == InversionStatus.NONFINITE)
+        """≥ ‖x̂ − x‖ from the residual and all rounding; inf for samples that failed."""
         c = self.global_bound
         if c is None or self.rounding.measured is None:
             c = math.inf
         bound = contraction_error_bound(residual, c)
-        return bound.masked_fill(broken | bound.isnan(), math.inf)
+        return bound.masked_fill(status != InversionStatus.CONVERGED, math.inf)
 
 
 def comfortable_rtol(smallest: float, c: float) -> float:

@@ -79,7 +79,7 @@ def solve_transposed(
     solution = FixedPointSolution(
         value=w,
         residual=residual,
-        error_bound=error.masked_fill(status == InversionStatus.NONFINITE, math.inf),
+        error_bound=error.masked_fill(status != InversionStatus.CONVERGED, math.inf),
         num_steps=num_steps,
         num_evaluations=num_steps + 1,
         status=status,

@@ -83,8 +83,10 @@ def test_an_inverse_that_fails_has_no_bound_and_one_without_steps_takes_none(
     assert found.status.tolist() == [converged, failed, converged]
     assert found.error_bound[1] == math.inf
     assert not found.error_bound.isnan().any()
-    still = layer.inverse(y, throw=False, max_steps=0, **how)
+    still, short = (layer.inverse(y, throw=False, max_steps=n, **how) for n in (0, 1))
     assert still.status.tolist() == [InversionStatus.MAX_STEPS, failed, InversionStatus.MAX_STEPS]
+    for one in (still, short):
+        assert (one.error_bound[~one.converged] == math.inf).all()
     assert not still.num_steps.any()
     torch.testing.assert_close(still.value, y, equal_nan=True)
 

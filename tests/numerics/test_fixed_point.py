@@ -43,7 +43,7 @@ def test_it_inverts_in_every_norm(norm: Norm) -> None:
 
 
 def stack_violations(
-    c: float, norm: Norm, dtype: torch.dtype, spread: float, max_steps: int | None
+    c: float, norm: Norm, dtype: torch.dtype, spread: float, rtol: float | None
 ) -> int:
     """Through three residual layers and two scales and back: errors above their bounds, of 40."""
     layers = [two_layers(4, 6, c, norm, dtype) for _ in range(3)]
@@ -60,7 +60,7 @@ def stack_violations(
             z = (z - shift[i]) * (-log_scale[i]).exp()
         solution = invert_residual(
             layers[i], z, lipschitz_bound=c, norm=norm, residual_map=layers[i],
-            max_steps=max_steps, throw=False,
+            rtol=rtol,
         )  # fmt: skip
         steps.append(residual_step(solution.error_bound, c))
         z = solution.value
@@ -69,13 +69,13 @@ def stack_violations(
     return int((~(vector_norm(z.double() - x.double(), norm) <= bound)).sum())
 
 
-@pytest.mark.parametrize(("spread", "max_steps"), [(0.5, 5), (3.0, None)])
+@pytest.mark.parametrize(("spread", "rtol"), [(0.5, 0.03), (3.0, None)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_true_error_of_a_stack_is_never_above_its_bound(
-    dtype: torch.dtype, spread: float, max_steps: int | None
+    dtype: torch.dtype, spread: float, rtol: float | None
 ) -> None:
     for c, norm in product(CONSTANTS, NORMS):
-        assert stack_violations(c, norm, dtype, spread, max_steps) == 0
+        assert stack_violations(c, norm, dtype, spread, rtol) == 0
 
 
 def test_the_bound_is_attained_by_the_worst_direction_in_the_predicted_steps() -> None:
@@ -83,15 +83,14 @@ def test_the_bound_is_attained_by_the_worst_direction_in_the_predicted_steps() -
     solve = partial(
         invert_residual, lambda z: -c * z, (1 - c) * x, lipschitz_bound=c, norm="frobenius"
     )
-    short = solve(max_steps=20, throw=False)
-    assert (short.status == InversionStatus.MAX_STEPS).all()
-    assert (short.num_steps == 20).all()
-    ratio = true_error(short, x) / short.error_bound
-    assert (ratio <= 1).all()
-    assert (ratio > 1 - 1e-9).all()
     first = vector_norm((1 - c) * c * x, "frobenius")
-    predicted = ((1 - c) * 1e-6 / first).log() / math.log(c)
-    assert ((solve(atol=1e-6, rtol=0.0).num_steps - predicted).abs() <= 1.01).all()
+    for atol in (1e-2, 1e-6):
+        found = solve(atol=atol, rtol=0.0)
+        ratio = true_error(found, x) / found.error_bound
+        assert (ratio <= 1).all()
+        assert (ratio > 1 - 1e-6).all()
+        predicted = ((1 - c) * atol / first).log() / math.log(c)
+        assert ((found.num_steps - predicted).abs() <= 1.01).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -127,18 +126,18 @@ def test_without_evidence_the_answer_is_as_good_but_nothing_is_said_of_its_error
 def test_biases_that_cancel_inside_put_no_error_above_its_bound(
     bias: float, dtype: torch.dtype
 ) -> None:
-    for c in torch.rand(6).tolist():
+    for c in (0.9 * torch.rand(6)).tolist():
 
         def f(x: Tensor, c: float = c) -> Tensor:
             return c / 2 * ((x + bias) - (bias - x))
 
         x = torch.randn(1_000, 1, 1).to(dtype)
-        solution = invert_residual(
-            f, x + f(x), lipschitz_bound=c * (1 + 1e-6), residual_map=f, max_steps=60,
-            inner_size=c / 2 * math.sqrt(2) * bias, **TOKEN_MAX,
-        )  # fmt: skip
+        known = {"lipschitz_bound": c * (1 + 1e-6), "inner_size": c / 2 * math.sqrt(2) * bias}
+        atol = 64 * unit_roundoff(dtype) * bias / (1 - c)
+        solution = invert_residual(f, x + f(x), residual_map=f, atol=atol, **known, **TOKEN_MAX)
         assert (true_error(solution, x) <= solution.error_bound).all()
         assert (solution.status != InversionStatus.NOT_CONTRACTIVE).all()
+        assert solution.converged.double().mean() > 0.9
 
 
 @pytest.mark.parametrize(
@@ -249,7 +248,7 @@ def test_a_residual_that_float64_does_not_confirm_is_not_converged(off: float) -
         lambda z: 0.5 * z.sin(), y, residual_map=exact, lipschitz_bound=0.5, **TOKEN_MAX
     )
     assert solution.status.tolist() == [InversionStatus.CONVERGED, InversionStatus.MAX_STEPS]
-    assert solution.error_bound[1].isinf() == math.isnan(off)
+    assert solution.error_bound.isinf().tolist() == [False, True]
 
 
 def steep_far_out(z: Tensor) -> Tensor:
