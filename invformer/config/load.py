@@ -238,7 +238,7 @@ def _flatten(tree: Any, prefix: str, schema: type[Root], source: str) -> Iterato
     for name, value in tree.items():
         if f"{prefix}{name}" in sections:
             yield from _flatten(value, f"{prefix}{name}.", schema, source)
-        elif RETIRED.get(f"{prefix}{name}") != value:  # a field left blank is null
+        elif (f"{prefix}{name}", value) not in RETIRED.items():  # a field left blank is null
             yield Setting(f"{prefix}{name}", "null" if value == "" else value, source)
 
 
