@@ -31,7 +31,7 @@ class BranchMonitor:
         self, module: CharLanguageModel, inputs: Tensor, seed: int, restored: dict[str, Any]
     ) -> None:
         self.module, self.watch = module, Stopwatch(module.device)
-        replays = module.replays
+        replays = module.graphs.replays
         # With CUDA graphs: the stream beside the backward pass, and the row until the update.
         self.beside = torch.cuda.Stream() if replays else None
         self.early: Numbers = {}
@@ -47,7 +47,7 @@ class BranchMonitor:
 
     def before_backward(self) -> None:
         """If steps are CUDA graphs, estimate beside the backward pass, which changes no weight."""
-        if self.beside is None or not self.module.replays:
+        if self.beside is None or not self.module.graphs.replays:
             return
         self.beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.beside):

@@ -1,11 +1,13 @@
 """Nothing that is not finite ever reaches a weight or the optimiser's memory."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from invformer.errors import NonFiniteError
 
 
 class UpdateGuard:
@@ -37,6 +39,16 @@ class UpdateGuard:
         self._evidence = torch.where(self.lost.bool(), self._evidence, evidence)
         self.lost = torch.maximum(self.lost, bad)
         return norm
+
+    def refuse(self, windows_of: Callable[[int], object] | None = None) -> None:
+        """Raise NonFiniteError if an update so far was not finite; waits for the device.
+
+        ``windows_of`` names the text that a step has read.
+        """
+        if (culprit := self.culprit()) is not None:
+            step, what = culprit
+            where = f" in windows {windows_of(step)}" if windows_of else ""
+            raise NonFiniteError.at(step, f"{what}{where}; the update was not made")
 
     def culprit(self) -> tuple[int, str] | None:
         """Step of the first bad update and what was wrong with it; waits for the device."""

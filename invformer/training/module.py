@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from invformer.errors import NonFiniteError
 from invformer.evaluation.bits_per_character import BitsPerCharacter
 from invformer.evaluation.likelihood import LN2, window_nats
-from invformer.kernels.cuda_graph import Replayed, with_gradients
 from invformer.nn.stack import FoldedStackWeights, InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
@@ -27,9 +26,10 @@ from invformer.trained.opening import configuration_of, find_checkpoint, restore
 from invformer.training.guard import UpdateGuard
 from invformer.training.optimizers import build_optimizer, learning_rates
 from invformer.training.rows import record
+from invformer.training.step_graphs import StepGraphs
 from invformer.training.weight_average import WeightAverage
 from invformer.weights.dropout import Dropout, sample_keys, set_sample_keys
-from invformer.weights.spectral import normalised, refresh_normalisers
+from invformer.weights.spectral import refresh_normalisers
 
 
 class CharLanguageModel(L.LightningModule):
@@ -72,14 +72,14 @@ class CharLanguageModel(L.LightningModule):
         self.metadata = metadata or {}
         self.grad_clip = grad_clip
         self.seed = seed
-        self.cuda_graph = cuda_graph
-        self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
+        self.average = WeightAverage(model, ema_decay)
+        self.graphs = StepGraphs(self, cuda_graph)
+        self.weights: FoldedStackWeights | None = None  # of the present step, for the monitor
         self.validated: FoldedStackWeights | None = None  # weights, while a validation runs
         self.bits_per_character = BitsPerCharacter()  # of the split that is validated
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
-        self.launch_again()
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
@@ -100,12 +100,13 @@ class CharLanguageModel(L.LightningModule):
         return module if map_location is None else module.to(map_location)
 
     def setup(self, stage: str) -> None:
-        """Launch again: parameters may have moved since an earlier loop that failed."""
-        self.launch_again()
+        """Forget graphs: parameters may have moved since an earlier loop that failed."""
+        self.graphs.forget()
+        self.weights = None
 
     def teardown(self, stage: str) -> None:
         """Give the memory of graphs back."""
-        self.launch_again()
+        self.setup(stage)
 
     def refuses_at_once(self) -> bool:
         """True if an update that is not finite raises before it is made.
@@ -127,12 +128,7 @@ class CharLanguageModel(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Mean nats per character of one batch of windows."""
         arguments = (*batch, *([self.keys_of(len(batch[0]))] if self.has_dropout else ()))
-        of_batch = self.loss
-        if self.replays:
-            if self._replayed_loss is None:
-                self._replayed_loss = with_gradients(self.loss, self.model, *arguments)
-            of_batch = self._replayed_loss
-        loss = of_batch(*arguments)
+        loss = self.graphs.loss(*arguments)
         self._losses.append(loss.detach())
         return loss
 
@@ -159,15 +155,6 @@ class CharLanguageModel(L.LightningModule):
         if self.device.type == "cuda":  # which copies from page-locked memory without waiting
             keys = keys.pin_memory()
         return keys.to(self.device, non_blocking=True)
-
-    @property
-    def replays(self) -> bool:
-        """True if steps are CUDA graphs."""
-        if not self.cuda_graph or self.device.type != "cuda":
-            return False
-        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        recomputes = getattr(self.model.stack, "checkpoint_activations", False)
-        return alone and not recomputes and self.trainer.accumulate_grad_batches == 1
 
     def configure_gradient_clipping(
         self,
@@ -200,63 +187,41 @@ class CharLanguageModel(L.LightningModule):
 
     def refuse_lost_update(self) -> None:
         """Raise NonFiniteError if an update so far was not finite; waits for the device."""
-        culprit = self.guard.culprit()
-        if culprit is None:
-            return
-        step, what = culprit
         data = getattr(self.trainer, "datamodule", None)
-        where = f" in windows {data.windows_of(step)}" if data is not None else ""
-        raise NonFiniteError.at(step, f"{what}{where}; the update was not made")
+        self.guard.refuse(data and data.windows_of)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then every σ̄ that they are divided by."""
         super().optimizer_step(*args, **kwargs)
-        if not self.replays:
+        if not self.graphs.replays:
             self.weights = None
-        if self.average is not None:
-            self.average.update(self.trainer.global_step)
-        (self._replayed_refresh or self.refresh)()
+        self.average.update(self.trainer.global_step)
+        self.graphs.refresh()
 
     def refresh(self) -> None:
         """Compute every σ̄ of the present weights."""
         refresh_normalisers(self.model)
 
-    def launch_again(self) -> None:
-        """Forget the recorded graphs: they read the memory that parameters had then."""
-        self._replayed_loss: Callable[..., Tensor] | None = None
-        self._replayed_refresh: Replayed | None = None
-        self._replayed_validation: dict[torch.Size, Replayed] = {}
-        self.weights: FoldedStackWeights | None = None  # of the present step, for the monitor
-
     def on_train_start(self) -> None:
         """Normalise the weights that were loaded."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
-        if self.average is not None:
-            self.average.follow()
-        self.use_average(False)  # which an earlier run of this module left behind
+        self.average.follow()
+        self.average.use(False)  # which an earlier run of this module left behind
         self.refresh()
-        if self.replays and normalised(self.model):
-            self._replayed_refresh = Replayed(self.refresh)
 
     def on_validation_model_eval(self) -> None:
         """Validate, certify and save the average of the weights, if there is one."""
-        self.use_average(True)
+        self.average.use(True)
         super().on_validation_model_eval()
 
     def on_validation_end(self) -> None:
         """Go back to the weights that learn, if they are still learning."""
-        self.use_average(self.trainer.state.fn != TrainerFn.FITTING)
+        self.average.use(self.trainer.state.fn != TrainerFn.FITTING)
 
     def on_train_end(self) -> None:
         """Leave the average behind, if there is one."""
         set_sample_keys(self.model, None)
-        self.use_average(True)
-
-    def use_average(self, wanted: bool) -> None:
-        """Put the average of the weights into the model, or the weights that learn."""
-        if self.average is not None and self.average.in_use != wanted:
-            self.average.swap()
-            refresh_normalisers(self.model)
+        self.average.use(True)
 
     def on_validation_epoch_start(self) -> None:
         """Charge the split's first character, which has no context, at ln V nats."""
@@ -269,10 +234,8 @@ class CharLanguageModel(L.LightningModule):
         """Add the code length of one batch: windows, their targets, and which of these to score."""
         inputs, targets, *mask = batch
         scored = mask[0] if mask else torch.ones_like(targets, dtype=torch.bool)
-        of_batch = self.code_length
-        if self.replays:  # a graph for each shape: the last batch may be smaller
-            of_batch = self._replayed_validation.setdefault(inputs.shape, Replayed(of_batch))
-        self.bits_per_character.update(*of_batch(inputs, targets, scored, self.validated))
+        found = self.graphs.code_length(inputs, targets, scored, self.validated)
+        self.bits_per_character.update(*found)
 
     def code_length(
         self, inputs: Tensor, targets: Tensor, scored: Tensor, weights: FoldedStackWeights | None
@@ -307,10 +270,8 @@ class CharLanguageModel(L.LightningModule):
         """
         self.refuse_lost_update()
         checkpoint.setdefault(METADATA, {}).update(self.metadata)
-        if self.average is not None:
-            self.average.put_into(checkpoint)
+        self.average.put_into(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on with the weights that learn, not with their average."""
-        if self.average is not None:
-            self.average.take_from(checkpoint)
+        self.average.take_from(checkpoint)

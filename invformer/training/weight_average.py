@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from invformer.runs.checkpoint import LEARNING, PREFIX
+from invformer.weights.spectral import refresh_normalisers
 
 
 class WeightAverage:
@@ -13,16 +14,17 @@ class WeightAverage:
 
     Early on δ_t is small, so that the average forgets the initialisation (as in TensorFlow's
     ``ExponentialMovingAverage``). Buffers are not averaged: they are functions of the weights.
-    :meth:`swap` exchanges both sets of weights, so that validation, certificate and inversion are
-    of the average.
+    :meth:`use` exchanges both sets of weights, so that validation, certificate and inversion are of
+    the average.
 
-    The average starts as the model's parameters are.
+    The average starts as the model's parameters are. Without a decay there is none, and nothing is
+    done.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.model = model
-        self.kept = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.decay = decay
+    def __init__(self, model: nn.Module, decay: float | None) -> None:
+        self.model, self.decay = model, decay
+        kept = {} if decay is None else self.parameters
+        self.kept = {name: p.detach().clone() for name, p in kept.items()}
         self.in_use = False
 
     @property
@@ -32,27 +34,35 @@ class WeightAverage:
 
     def follow(self) -> None:
         """Keep the average where, and in the precision that, the weights now are."""
-        self.kept = {name: self.kept[name].to(p) for name, p in self.parameters.items()}
+        parameters = self.parameters
+        self.kept = {name: kept.to(parameters[name]) for name, kept in self.kept.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Include the weights after optimiser step ``step``, counted from zero."""
+        if self.decay is None:
+            return
         decay = min(self.decay, (step + 1) / (step + 10))
         learning = self.parameters
         kept = [self.kept[name] for name in learning]
         torch._foreach_lerp_(kept, list(learning.values()), 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange the weights that learn and their average."""
+    def use(self, wanted: bool) -> None:
+        """Put the average into the model, or the weights that learn."""
+        if self.decay is None or self.in_use == wanted:
+            return
         for name, parameter in self.parameters.items():
             before = parameter.detach().clone()
             parameter.copy_(self.kept[name])
             self.kept[name].copy_(before)
-        self.in_use = not self.in_use
+        self.in_use = wanted
+        refresh_normalisers(self.model)
 
     def put_into(self, checkpoint: dict[str, Any]) -> None:
         """Make the average a checkpoint's weights, and keep those that learn beside them."""
+        if self.decay is None:
+            return
         current = {name: p.detach() for name, p in self.parameters.items()}
         average, learning = (current, self.kept) if self.in_use else (self.kept, current)
         weights = checkpoint["state_dict"]
@@ -61,6 +71,8 @@ class WeightAverage:
 
     def take_from(self, checkpoint: dict[str, Any]) -> None:
         """The inverse of :meth:`put_into`: the checkpoint's weights are then those that learn."""
+        if self.decay is None:
+            return
         average = checkpoint["state_dict"]
         self.kept = {name: average[PREFIX + name] for name in self.parameters}
         self.in_use = False

@@ -15,6 +15,7 @@ from invformer.runs.run_log import read_rows
 from invformer.training.fit import train
 from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
+from invformer.training.step_graphs import StepGraphs
 from invformer.weights.spectral import set_manual_refresh
 from tests.gpu.emulation import cuda_rules
 from tests.gpu.graphs import noted_graphs
@@ -43,8 +44,8 @@ def trained(folder: Path, name: str, *words: str) -> tuple[list[torch.Tensor], l
 @pytest.fixture
 def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules and probes replay and estimates run early, as on a GPU."""
-    one_pass = property(lambda self: self.trainer.accumulate_grad_batches == 1)
-    monkeypatch.setattr(CharLanguageModel, "replays", one_pass)
+    one_pass = property(lambda self: self.module.trainer.accumulate_grad_batches == 1)
+    monkeypatch.setattr(StepGraphs, "replays", one_pass)
     start = LipschitzMonitor.on_train_start
 
     def on_train_start(self: LipschitzMonitor, *args: Any) -> None:
@@ -160,17 +161,17 @@ def test_a_replayed_step_changes_weights_and_rows_in_nothing(
 
 def test_a_step_is_replayed_where_its_gradients_are_of_one_pass_of_one_process() -> None:
     cuda = torch.device("cuda")
-    step: Any = {"cuda_graph": True, "device": cuda, "recompute": False, "passes": 1}
+    step: Any = {"wanted": True, "device": cuda, "recompute": False, "passes": 1}
 
     def replays(**changed: Any) -> bool:
         now = SimpleNamespace(**step | changed)
         stack = SimpleNamespace(checkpoint_activations=now.recompute)
         now.trainer = SimpleNamespace(accumulate_grad_batches=now.passes)
         now.model = SimpleNamespace(stack=stack)
-        return CharLanguageModel.replays.fget(now)  # type: ignore[attr-defined]
+        return StepGraphs(now, now.wanted).replays
 
     assert replays()
-    assert not replays(cuda_graph=False)
+    assert not replays(wanted=False)
     assert not replays(device=torch.device("cpu"))
     assert not replays(recompute=True)
     assert not replays(passes=2)

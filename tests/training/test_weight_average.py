@@ -29,9 +29,9 @@ def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
         expected = decay * expected + (1 - decay) * model.weight.detach()
     assert torch.allclose(average.kept["weight"], expected, rtol=1e-12)
     learning = model.weight.detach().clone()
-    average.swap()
+    average.use(True)
     assert model.weight.allclose(expected)
-    average.swap()
+    average.use(False)
     assert model.weight.equal(learning)
 
 
@@ -76,7 +76,6 @@ class Trained(L.Callback):
 def test_another_trainer_validates_the_average_and_trains_what_learns(tmp_path: Path) -> None:
     run = fitted(tmp_path, "ema", "optim.ema_decay=0.9", "trainer.precision=32-true")
     module, watch = run.module, Trained()
-    assert module.average is not None
     learning = module.average.kept["head.weight"].clone()
     found = own_trainer().validate(module, run.data, verbose=False)[0]["val/bpc"]
     assert found == pytest.approx(read_rows(run.directory.metrics)[-1]["val/bpc"], rel=1e-5)
