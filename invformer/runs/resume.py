@@ -263,5 +263,4 @@ def follow_schedule(optimizer: Optimizer, schedule: LRScheduler) -> list[str]:
         name = "optim.muon_lr" if "momentum" in group else "optim.lr"
         if not math.isclose(old, group["lr"]):
             moved[name] = f"{name} goes from {old:.2e} to {group['lr']:.2e}"
-    schedule._last_lr = [group["lr"] for group in groups]
     return list(moved.values())
