@@ -48,17 +48,9 @@ class Console(io.FileIO):
 def outlive_console() -> None:
     """Let the program go on when its output cannot be written any more.
 
-    A character that the console does not have is shown as ``\\u2264``. A descriptor that is closed
-    becomes the null device, or the next file that is opened would get its number. Streams that are
-    not the process's own stay as they are.
+    A character that the console does not have is shown as ``\\u2264``. Streams that are not the
+    process's own stay as they are.
     """
-    for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # which takes the lowest free number
-            mode = "w" if descriptor else "r"
-            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     if logging.lastResort is not None:  # what shows warnings where nobody has set up logging
         logging.lastResort.setFormatter(PrintableFormatter())
     if sys.stdout is sys.__stdout__:

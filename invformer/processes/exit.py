@@ -1,7 +1,6 @@
 """How a program ends: 0, or one line on standard error and the exit code that belongs to it."""
 
 import errno
-import hashlib
 import json
 import os
 import signal
@@ -15,7 +14,13 @@ from types import FrameType
 
 from invformer.errors import InvformerError, RankLost, Stopped
 from invformer.processes.console import printable
-from invformer.processes.ranks import REPORTS, handlers_restored, hear_to_stop, is_rank
+from invformer.processes.ranks import (
+    REPORTS,
+    handlers_restored,
+    hear_to_stop,
+    is_rank,
+    launcher_value,
+)
 
 # In the RuntimeErrors of allocators: PyTorch's, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (
@@ -77,37 +82,19 @@ def explained(error: Exception) -> tuple[str, int]:
 
 
 def report(message: str, exit_code: int) -> int:
-    """Print the line, unless another rank has, and return the code.
+    """Print the line and return the code. A rank hands it to our launcher if there is one.
 
-    A rank hands the line to our launcher if there is one.
+    Under torchrun, a line that only says that a run was stopped or another rank lost is printed by
+    the first rank of a machine.
     """
     line = printable(" ".join(message.split()))
     folder = os.environ.get(REPORTS)
+    is_consequence = exit_code > 128 or exit_code == RankLost.exit_code
     if folder is not None and is_rank():
         Path(folder, os.environ["RANK"]).write_text(json.dumps([exit_code, line]))
-    elif is_news(line, exit_code):
+    elif not is_consequence or launcher_value("LOCAL_RANK", 0) == 0:
         print(f"error: {line}", file=sys.stderr)
     return exit_code
-
-
-def is_news(line: str, exit_code: int) -> bool:
-    """Whether no rank of the user's torchrun on this machine has printed this line.
-
-    A rank that lost another one, or was told to stop, prints only if no rank has printed anything.
-    """
-    mine = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not mine:
-        return True
-    folder = Path(mine).parents[1]  # torchrun's own, of one start of all ranks
-    anything = folder / "said"
-    is_consequence = exit_code > 128 or exit_code == RankLost.exit_code
-    digest = hashlib.sha256(line.encode()).hexdigest()
-    try:
-        (anything if is_consequence else folder / f"said-{digest}").touch(exist_ok=False)
-        anything.touch()
-    except OSError as error:
-        return not isinstance(error, FileExistsError)
-    return True
 
 
 def stop_on_signals() -> None:

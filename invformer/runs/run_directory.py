@@ -46,23 +46,12 @@ def directory_of(config: TrainConfig) -> RunDirectory:
     if not is_first_process():
         return RunDirectory(Path(from_first_rank(None)))
     run, default_name = config.run, f"{config.model.name}-{config.data.name}"
-    directory = open_run(expand_home(run.root), run.name, default_name, run.resume)
+    directory = open_run(Path(os.path.expanduser(run.root)), run.name, default_name, run.resume)
     sweep(directory.path)
     sweep(directory.checkpoints)
     if is_rank():
         from_first_rank(str(directory.path.absolute()))
     return directory
-
-
-def expand_home(path: str) -> Path:
-    """The path with the home folder for ``~`` or ``~user``; raises ConfigurationError."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        user = Path(path).parts[0]
-        raise ConfigurationError(
-            f"run.root: {user} has no home folder here; write the path out"
-        ) from None
 
 
 def open_run(root: Path, name: str | None, default_name: str, resume: bool) -> RunDirectory:

@@ -171,7 +171,6 @@ ATTACKS: dict[str, Attack] = {
     "a checkpoint that is a link": linked_directory,
     # --- JSON ---
     **{f"depth in {name}": put(name, DEEP) for name in (MODEL, STATE, MANIFEST)},
-    "a key twice": put(MODEL, b'{"step": 1, "step": 2}'),
     "bytes that are no text": put(MODEL, b"\xff\xfe{}"),
     "null": put(MODEL, b"null"),
     "a manifest without a file": edited(MANIFEST, lambda m: m["files"].pop(STATE)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from invformer.errors import CheckpointError, ConfigurationError, InvformerError, StorageError
+from invformer.errors import CheckpointError, InvformerError, StorageError
 from invformer.report.plots import plot_run
 from invformer.runs.files import (
     LOCK,
@@ -22,7 +22,7 @@ from invformer.runs.files import (
     write_json,
 )
 from invformer.runs.json_lines import JsonLinesLogger
-from invformer.runs.run_directory import expand_home, open_run
+from invformer.runs.run_directory import open_run
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import open_wandb
 from tests.support.small_runs import write_rows
@@ -129,12 +129,3 @@ def test_a_run_whose_lock_was_deleted_writes_nothing_more(tmp_path: Path, again:
         write_json({}, path / "certificate.json")
     assert not path.exists()
     assert not (moved / "certificate.json").exists()
-
-
-def test_the_home_of_nobody_is_a_configuration_error(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert expand_home("~/runs") == tmp_path / "runs"
-    assert expand_home("a/~b") == Path("a/~b")
-    for user in ("~no-such-user", "~no-such-user/x"):
-        with pytest.raises(ConfigurationError, match=r"run\.root: ~no-such-user has no home"):
-            expand_home(user)
