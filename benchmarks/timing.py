@@ -82,6 +82,19 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def median_seconds(work: dict[str, Callable[[], object]], turns: int = 3) -> dict[str, float]:
+    """Median seconds of a call of each, one after the other in each turn."""
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    for name, call in [*work.items()] * turns:
+        finish(device)
+        start = time.perf_counter()
+        call()
+        finish(device)
+        taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
 def paired(base: list[float], other: list[float]) -> Spread:
     """How many times as fast as ``base`` the other was, turn by turn."""
     return Spread.of([b / o for b, o in zip(base, other, strict=True)])

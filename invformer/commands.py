@@ -142,10 +142,10 @@ def evaluate(config: EvaluateConfig) -> None:
             print_table(report, config.verbose)
         paths.append(path)
         print(f"written to {path} and {page}")
-        if report["wandb"] and report["data"]["same_as_training"]:
+        if report.wandb and report.data.same_as_training:
             from invformer.runs.wandb_logger import add_to_summary
 
-            add_to_summary(latest.parent, summary_values(report), report["wandb"])
+            add_to_summary(latest.parent, summary_values(report), report.wandb)
     if len(reports) > 1:
         print_comparison(reports)
         print(f"written to {keep_comparison(reports, paths[0].parent)}")

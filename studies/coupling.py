@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from benchmarks.timing import median_seconds
 from invformer.assemble.model import build_model
 from invformer.config.section import option
-from invformer.evaluation.inversion import in_turns
 from invformer.kernels.attention import only
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Rows, Summary, as_cell, by, curves, panels, table
@@ -122,7 +122,7 @@ def inverse_of(model: CharTransformer, tokens: Tensor) -> dict[str, Any]:
         found |= {f"error_{name}": error.item(), f"recovered_{name}": recovered.item()}
         if dtype == torch.float32:
             work = {"forward": lambda: network.stack(x), "inverse": lambda: undo(z)}  # noqa: B023
-            found |= in_turns(work, 5)
+            found |= median_seconds(work, 5)
     return found
 
 

@@ -321,9 +321,9 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
     report, text = original.evaluation, card.text
     assert report is not None
     (result,) = card.data.eval_results or []  # from model-index
-    assert (result.dataset_name, result.metric_value) == ("text_file", round(report["bpc"], 4))
+    assert (result.dataset_name, result.metric_value) == ("text_file", round(report.bpc, 4))
     for said in (
-        f"val bpc: {report['bpc']:.4f}",
+        f"val bpc: {report.bpc:.4f}",
         "5-gram",
         "proven to be at most 0.",
         "python train.py",

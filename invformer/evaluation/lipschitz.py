@@ -1,8 +1,8 @@
 """Estimates, local bounds and bounds of every branch, side by side, one norm at a time."""
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
 
 from jaxtyping import Integer
 from torch import Tensor
@@ -25,15 +25,26 @@ UNDERFLOW = 2.0**-60
 CONVERGED = 0.1
 
 
+@dataclass(frozen=True)
+class BranchConstants:
+    """Constants of one branch at a text: estimate ≤ local bound ≤ bound."""
+
+    estimate: float
+    local_bound: float | None  # None where nothing is proven (baselines)
+    bound: float | None
+    residual: float  # of the estimate
+    converged: bool
+
+
 def measured_branches(
     model: CharTransformer, tokens: Integer[Tensor, "sequences tokens"], num_steps: int
-) -> dict[str, dict[str, dict[str, Any]]]:
+) -> dict[str, dict[str, BranchConstants]]:
     """Per norm and branch: converged estimate ≤ local bound ≤ certified bound, at a text.
 
-    ``local_bound`` and ``bound`` are None where nothing is proven (baselines). A norm in which a
-    branch that contracts has no bound is left out. The order is checked: :func:`require_sandwich`.
+    A norm in which a branch that contracts has no bound is left out. The order is checked:
+    :func:`require_sandwich`.
     """
-    report: dict[str, dict[str, dict[str, Any]]] = {}
+    report: dict[str, dict[str, BranchConstants]] = {}
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
     norms = (*NORMS_MEASURED, *causal)
     for norm in Bar(norms, desc="local Lipschitz constants", unit="norms"):
@@ -49,17 +60,17 @@ def measured_branches(
         stacked = probe.stacked()
         local = dict(zip(probe.names, local_bounds(probe, True, stacked).tolist(), strict=True))
         report[norm] = {
-            name: {
-                "estimate": value.max().item(),
-                "local_bound": min(local[name], bounds[name]) if name in bounds else None,
-                "bound": bounds.get(name),
-                "residual": residual.max().item(),
-                "converged": bool((residual <= CONVERGED).all()),
-            }
+            name: BranchConstants(
+                estimate=value.max().item(),
+                local_bound=min(local[name], bounds[name]) if name in bounds else None,
+                bound=bounds.get(name),
+                residual=residual.max().item(),
+                converged=bool((residual <= CONVERGED).all()),
+            )
             for name, (value, residual) in probe.estimate(num_steps, stacked).items()
         }
         for name, row in report[norm].items():
-            require_sandwich(f"{norm}/{name}", row)
+            require_sandwich(f"{norm}/{name}", asdict(row))
     return report
 
 

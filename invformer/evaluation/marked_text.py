@@ -1,9 +1,19 @@
 """A recovered text in characters for people, and which of them are proven."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from invformer.data.vocabulary import Vocabulary, raw_bytes
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A text, the one recovered, and :func:`marks` of each of its characters."""
+
+    text: str
+    recovered: str
+    marks: str
 
 
 def marks(text: str | None, recovered: str, proven: Iterable[bool]) -> str:

@@ -5,6 +5,8 @@ from typing import Any
 
 import yaml
 
+from invformer.evaluation.result import Evaluation
+from invformer.nn.certificate import Certificate
 from invformer.nn.transformer import CharTransformer
 from invformer.report.table import certificate_sentences, headlines
 from invformer.runs.checkpoint import WEIGHT_BITS
@@ -42,7 +44,8 @@ print(model.generate("The ", length=200))
 def model_card(
     network: CharTransformer,
     metadata: Mapping[str, Any],
-    evaluation: Mapping[str, Any] | None,
+    certificate: Certificate | None,
+    evaluation: Evaluation | None,
     name: str,
 ) -> str:
     """README.md of the folder: what the model is, how good, what is proven, how to load it."""
@@ -52,13 +55,13 @@ def model_card(
     }  # fmt: skip
     measured = "This model was exported without an evaluation."
     if evaluation:
-        data = evaluation["data"]
-        text = f"On the {data['split']} split of {data['name']}, {evaluation['num_characters']:,}"
+        data, count = evaluation.data, evaluation.num_characters
+        text = f"On the {data.split} split of {data.name}, {count:,}"
         measured = f"{text} characters:\n\n{bullets(headlines(evaluation))}"
         result = {
             "task": {"type": "text-generation"},
-            "dataset": {"name": data["name"], "type": data["name"], "split": data["split"]},
-            "metrics": [{"type": "bits_per_character", "value": round(evaluation["bpc"], 4)}],
+            "dataset": {"name": data.name, "type": data.name, "split": data.split},
+            "metrics": [{"type": "bits_per_character", "value": round(evaluation.bpc, 4)}],
         }
         head["model-index"] = [{"name": name, "results": [result]}]
     parameters, config = sum(p.numel() for p in network.parameters()), metadata["config"]
@@ -68,7 +71,7 @@ def model_card(
         context=config["data"]["seq_len"],
         training=bullets((key, metadata.get(key)) for key in ON_CARD),
         evaluation=measured,
-        certificate="\n\n".join(certificate_sentences(metadata["certificate"])),
+        certificate="\n\n".join(certificate_sentences(certificate)),
         name=name,
     )
 

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from invformer.evaluation.marked_text import MarkedText
+from invformer.evaluation.result import Evaluation
 from invformer.processes.console import printable
 from invformer.report import plots
 from invformer.report.table import (
@@ -64,10 +67,10 @@ CLASSES = {"✓": "proven", "·": "open", "✗": "wrong"}
 Row = Sequence[str]
 
 
-def page(report: Mapping[str, Any], curves: Mapping[str, plots.Series]) -> str:
+def page(report: Evaluation, curves: Mapping[str, plots.Series]) -> str:
     """The page of one evaluation; without a run there are no curves."""
-    data, inversion, (name,) = report["data"], report["inversion"], names_of([report])
-    title = title_of(name, report["model"]["name"], data["name"], report["certificate"])
+    data, (name,) = report.data, names_of([report])
+    title = title_of(name, report.model.name, data.name, report.certificate)
     constants = {plots.short(name): row for name, row in branch_constants(report).items()}
     parts = [
         table(headlines(report)),
@@ -78,34 +81,33 @@ def page(report: Mapping[str, Any], curves: Mapping[str, plots.Series]) -> str:
         "<p>Curves belong to the training, whose estimates and local bounds are at a short probe "
         "text. Bars and table belong to this evaluation, with a tighter local bound.",
         "<h2>What is proven</h2>",
-        *(f"<p>{shown(sentence)}" for sentence in certificate_sentences(report["certificate"])),
+        *(f"<p>{shown(sentence)}" for sentence in certificate_sentences(report.certificate)),
         *(
             table(
                 branch_cells(rows),
-                (name_of_norm(norm, report["certificate"]), "estimate ≤", "local bound ≤", "bound"),
+                (name_of_norm(norm, report.certificate), "estimate ≤", "local bound ≤", "bound"),
             )
             for norm, rows in certified_first(report)[:1]
         ),
     ]
-    if inversion is not None:
+    if report.inversion is not None:
         parts += [
             "<h2>The text that comes back</h2>",
             "<p>Left is the text. Right is what was recovered from the states at the top of the "
             "network alone: <span class=proven>proven</span>, <span class=open>not proven</span>, "
             "<span class=wrong>wrong</span>. A character is proven if the states of every text "
             "that differs in it, or earlier, are farther from the given ones than its own.</p>",
-            *(marked_text(**one) for one in inversion["texts"]),
+            *map(marked_text, report.inversion.texts),
         ]
-    sample = report["sample"]
     parts += [
         "<h2>A sample</h2>",
-        f"<pre><b>{shown(sample['prompt'])}</b>{shown(sample['text'])}</pre>",
+        f"<pre><b>{shown(report.sample.prompt)}</b>{shown(report.sample.text)}</pre>",
         "<h2>How it was made</h2>",
         table(provenance(report)),
         "<h2>All numbers</h2>",
         table(details(report)),
     ]
-    return document(f"{name}, step {report['step']}, on {data['name']}, {data['split']}", parts)
+    return document(f"{name}, step {report.step}, on {data.name}, {data.split}", parts)
 
 
 def document(title: str, parts: Iterable[str]) -> str:
@@ -114,7 +116,7 @@ def document(title: str, parts: Iterable[str]) -> str:
     return HEAD + "\n".join([head, *parts]) + "\n</html>\n"
 
 
-def keep(report: Mapping[str, Any], latest: Path) -> tuple[Path, Path]:
+def keep(report: Evaluation, latest: Path) -> tuple[Path, Path]:
     """Write a report and its page to files for its data set, split and step.
 
     No other text overwrites them. They are in a folder ``evaluation`` beside ``latest``, the run's
@@ -122,41 +124,42 @@ def keep(report: Mapping[str, Any], latest: Path) -> tuple[Path, Path]:
     copies, and ``summary.png`` is drawn again with what only an evaluation knows, the n-gram.
     Returns the report's file, and the page that a reader should open.
     """
-    data, curves = report["data"], {}
-    name = re.sub(r"[^A-Za-z0-9_]+", "-", data["name"])
-    if not data["same_as_training"]:
-        name += f"-{data['sha256'][:8]}"
-    path = latest.with_suffix("") / f"{name}-{data['split']}-{report['step']}.json"
+    data, curves = report.data, {}
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", data.name)
+    if not data.same_as_training:
+        name += f"-{data.sha256[:8]}"
+    path = latest.with_suffix("") / f"{name}-{data.split}-{report.step}.json"
     refuse_link(path.parent)
-    write_json(report, path)
-    if data["same_as_training"]:
-        write_json(report, latest)
+    write_json(report.to_json(), path)
+    if data.same_as_training:
+        write_json(report.to_json(), latest)
     if latest.name == EVALUATION:
         with suppress(OSError):  # a model without its run
             curves = plots.read_curves(latest.with_name(METRICS))
     content, html = page(report, curves), path.with_suffix(".html")
     replace_file(html, content)
-    if data["same_as_training"]:
+    if data.same_as_training:
         html = latest.with_name(latest.name.replace("evaluation.json", "report.html"))
         replace_file(html, content)
         if curves:
-            sample = "".join(report["sample"].values())
-            run, model = names_of([report])[0], report["model"]["name"]
-            title = title_of(run, model, data["name"], report["certificate"])
+            sample = report.sample.prompt + report.sample.text
+            title = title_of(
+                names_of([report])[0], report.model.name, data.name, report.certificate
+            )
             summary = latest.with_name("summary.png")
             plots.plot_run(curves, summary, sample, ngram_of_run(report), title)
     return path, html
 
 
-def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+def keep_comparison(reports: Sequence[Evaluation], folder: Path) -> Path:
     """Write a page into a folder: several evaluations in one table and one figure.
 
     Other models, steps or texts have another page.
     """
     header, *rows = comparison(reports)
     names = names_of(reports)
-    texts = [(r["data"]["name"], r["data"]["split"], r["data"]["sha256"][:8]) for r in reports]
-    commands = [(name, r["command"] or "–") for name, r in zip(names, reports, strict=True)]
+    texts = [(r.data.name, r.data.split, r.data.sha256[:8]) for r in reports]
+    commands = [(name, r.command or "–") for name, r in zip(names, reports, strict=True)]
     differ = texts_differ(reports)
     figure = "" if differ else picture(draw_comparison(reports), "Bits per character, constants")
     parts = [
@@ -168,22 +171,22 @@ def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
         table(commands),
     ]
     name = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "-", name) for name in names)[:100]
-    models = [(report["checkpoint"], report["step"]) for report in reports]
+    models = [(report.checkpoint, report.step) for report in reports]
     digest = hashlib.sha256(repr((models, texts)).encode()).hexdigest()[:8]
     path = folder / f"comparison-{name}-{digest}.html"
     replace_file(path, document(" beside ".join(names), parts))
     return path
 
 
-def draw_comparison(reports: Sequence[Mapping[str, Any]]) -> "Figure":
+def draw_comparison(reports: Sequence[Evaluation]) -> "Figure":
     """Bits per character, and the largest constants of any branch, of several models."""
     names = names_of(reports)
     figure = plots.empty_figure(11, 3.6)
     likelihood, constants = figure.subplots(1, 2)
     places = range(len(reports))
     for values, marker, label in (
-        ([report["bpc"] for report in reports], "o", "model"),
-        ([r["ngram"]["bpc"] if r["ngram"] else math.nan for r in reports], "_", "5-gram"),
+        ([report.bpc for report in reports], "o", "model"),
+        ([r.ngram.bpc if r.ngram else math.nan for r in reports], "_", "5-gram"),
     ):
         likelihood.plot(places, values, marker, color="black", markersize=9, label=label)
     likelihood.set_xticks(places, names, size=8)
@@ -213,33 +216,32 @@ def table(rows: Iterable[Row], header: Row = ()) -> str:
     return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 
-def marked_text(text: str, recovered: str, marks: str) -> str:
+def marked_text(one: MarkedText) -> str:
     """A text, and the recovered one with every character marked."""
     coloured = "".join(
         f"<span class={CLASSES[mark]}>{shown(''.join(c for _, c in run))}</span>"
-        for mark, run in groupby(zip(marks, recovered, strict=True), key=lambda pair: pair[0])
+        for mark, run in groupby(zip(one.marks, one.recovered, strict=True), key=itemgetter(0))
     )
-    return f"<div class=two><pre>\n{shown(text)}</pre><pre>\n{coloured}</pre></div>"
+    return f"<div class=two><pre>\n{shown(one.text)}</pre><pre>\n{coloured}</pre></div>"
 
 
-def provenance(report: Mapping[str, Any]) -> list[Row]:
+def provenance(report: Evaluation) -> list[Row]:
     """Model, commands, commit and text."""
-    model, data = report["model"], report["data"]
+    model, data = report.model, report.data
     rows = [
-        ("model", f"{model['name']}, {model['parameters']:,} parameters, step {report['step']}"),
-        ("trained with", report["command"]),
-        ("evaluated with", report["evaluated_with"]),
-        ("commit", report["commit"]),
-        ("text", f"{data['source']}, SHA-256 {data['sha256']}"),
+        ("model", f"{model.name}, {model.parameters:,} parameters, step {report.step}"),
+        ("trained with", report.command),
+        ("evaluated with", report.evaluated_with),
+        ("commit", report.commit),
+        ("text", f"{data.source}, SHA-256 {data.sha256}"),
     ]
     return [(name, value) for name, value in rows if value]
 
 
-def ngram_of_run(report: Mapping[str, Any]) -> float | None:
+def ngram_of_run(report: Evaluation) -> float | None:
     """Bits per character of the n-gram on the run's own validation split."""
-    data, ngram = report["data"], report["ngram"]
-    own = data["same_as_training"] and data["split"] == "val"
-    return ngram["bpc"] if own and ngram else None
+    own = report.data.same_as_training and report.data.split == "val"
+    return report.ngram.bpc if own and report.ngram else None
 
 
 def picture(figure: "Figure", what: str) -> str:

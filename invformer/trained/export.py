@@ -11,6 +11,8 @@ from typing import Any
 from invformer.config.load import command_line, from_dict
 from invformer.config.schema import TrainConfig
 from invformer.errors import StorageError
+from invformer.evaluation.result import Evaluation
+from invformer.nn.certificate import Certificate
 from invformer.nn.quantised import Rounded, packed
 from invformer.nn.transformer import CharTransformer
 from invformer.processes.contained import one_line
@@ -41,22 +43,24 @@ def write_export(
     folder: Path,
     network: CharTransformer,
     metadata: dict[str, Any],
-    evaluation: Mapping[str, Any] | None,
+    certificate: Certificate | None,
+    evaluation: Evaluation | None,
     name: str | None,
     matrices: Mapping[str, Rounded],
 ) -> None:
     """Write a folder as :meth:`.TrainedModel.export` says.
 
-    ``metadata`` are those of :func:`shared`, with a certificate; ``matrices`` the rounded ones.
+    ``metadata`` are those of :func:`shared`; ``matrices`` the rounded ones.
     """
     weights = network.state_dict()
     weights = {n: w for n, w in weights.items() if n not in matrices} | packed(matrices)
     files = {
-        MODEL: encoding.dump(metadata),
+        MODEL: encoding.dump(metadata | {"certificate": certificate and certificate.to_dict()}),
         WEIGHTS: encoding.to_bytes({PREFIX + n: w for n, w in weights.items()}),
     }
     manifest = manifest_of({name: record_of(content) for name, content in files.items()})
-    files[CARD] = model_card(network, metadata, evaluation, name or folder.name).encode()
+    card = model_card(network, metadata, certificate, evaluation, name or folder.name)
+    files[CARD] = card.encode()
     require_new_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError, StorageError
 from invformer.evaluation.damage import LEAST_ROUNDING
+from invformer.evaluation.result import Evaluation
 from invformer.nn.certificate import Certificate
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.proof import certify, certify_trained
@@ -105,7 +106,7 @@ class TrainedModel:
     vocabulary: Vocabulary
     config: TrainConfig
     metadata: dict[str, Any]
-    evaluation: dict[str, Any] | None = None
+    evaluation: Evaluation | None = None
 
     def __repr__(self) -> str:
         parameters = sum(p.numel() for p in self.network.parameters())
@@ -287,10 +288,9 @@ class TrainedModel:
             network, matrices = quantised(self.network, bits)
             model = replace(self, network=network, evaluation=None)
             metadata[WEIGHT_BITS] = bits
-        proven = model.certificate
-        metadata["certificate"] = None if proven is None else proven.to_dict()
         target = Path(os.path.expanduser(folder))
-        write_export(target, model.network, metadata, model.evaluation, name, matrices)
+        known = model.network, metadata, model.certificate, model.evaluation
+        write_export(target, *known, name, matrices)
 
     @cached_property
     def _exact(self) -> tuple[CharTransformer, Certificate | None]:
@@ -364,12 +364,13 @@ def opened(checkpoint: Checkpoint, device: str = "auto") -> TrainedModel:
     """The model of a checkpoint, with its latest evaluation, as of :func:`load`."""
     network = restored(checkpoint).to(pick_device(device, "device"))
     evaluation = None
-    with suppress(OSError, ValueError, AttributeError):  # there is none that can be read
-        report = json.loads(checkpoint.evaluation.read_text(encoding="utf-8"))
-        # The file lies beside the folder, which may have held another model.
+    # There may be none that can be read, or one of a model that was in the folder before.
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        content = checkpoint.evaluation.read_text(encoding="utf-8")
+        found = Evaluation.from_json(json.loads(content))
         same = ("step", "command", "commit", WEIGHT_BITS)
-        if all(report.get(key) == checkpoint.metadata.get(key) for key in same):
-            evaluation = report
+        if all(getattr(found, key) == checkpoint.metadata.get(key) for key in same):
+            evaluation = found
     config, vocabulary = configuration_of(checkpoint), vocabulary_of(checkpoint)
     return TrainedModel(network, vocabulary, config, checkpoint.metadata, evaluation)
 

@@ -115,14 +115,14 @@ class InversionMonitor(L.Callback):
         with without_autocast(pl_module.device):
             tokens = self.tokens.to(pl_module.device)
             trip = round_trip(pl_module.model, tokens, torch.float64)
-            found = trip.numbers()
+            found = trip.reconstruction()
         row: Numbers = {
-            "inverse/residual_max": found["residual"],
-            "inverse/error_bound_max": found["error_bound"],
-            "inverse/reconstruction_max": found["reconstruction_error"],
-            "inverse/num_steps_mean": fmean(found["num_steps"].values()),
-            "inverse/converged_fraction": found["converged_fraction"],
-            "inverse/characters_recovered": found["characters_recovered"],
+            "inverse/residual_max": found.residual,
+            "inverse/error_bound_max": found.error_bound,
+            "inverse/reconstruction_max": found.reconstruction_error,
+            "inverse/num_steps_mean": fmean(found.num_steps.values()),
+            "inverse/converged_fraction": found.converged_fraction,
+            "inverse/characters_recovered": found.characters_recovered,
         }
         record(trainer, pl_module.step, row)
         if self.decode is not None:

@@ -12,8 +12,10 @@ from invformer.config.load import typed
 from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import Alarmed, CheckpointError
-from invformer.evaluation.evaluate import ngram_baseline
+from invformer.evaluation.ngram import ngram_baseline
+from invformer.evaluation.result import from_plain
 from invformer.kernels import native
+from invformer.nn.certificate import Certificate
 from invformer.processes import exit as ending
 from invformer.processes.console import CONTROL_CHARACTER, printable
 from invformer.processes.contained import one_line
@@ -159,7 +161,7 @@ def conclude(run: Run) -> None:
         print(f"--- sample ---\n{printable(sample)}\n---")
     curves = read_curves(run.directory.metrics)
     keeper, config = run.callback(CertificateKeeper), run.config
-    certificate = keeper and keeper.certificate and keeper.certificate.to_dict()
+    certificate = keeper and keeper.certificate
     title = title_of(run.directory.path.name, config.model.name, config.data.name, certificate)
     plot_run(curves, run.directory.summary, sample, five_gram(run.data), title)
     print_result(run)
@@ -182,7 +184,7 @@ def five_gram(data: TextDataModule) -> float | None:
     train, val = data.tokens("train"), data.tokens("val")
     if len(train) + len(val) > NGRAM_AT_ONCE:
         return None
-    return ngram_baseline(data.vocabulary, train, val)["bpc"]
+    return ngram_baseline(train, val, data.vocabulary.size).bpc
 
 
 def print_result(run: Run) -> None:
@@ -192,7 +194,7 @@ def print_result(run: Run) -> None:
     print(f"val        {best['val/bpc']:.4f} bits per character (step {best['step'] + 1})")
     newest, _ = newest_checkpoint(run.directory.checkpoints)
     if certificate := newest and newest.metadata.get("certificate"):
-        print(f"proven     every branch {largest_proven(certificate, 4)}")
+        print(f"proven     every branch {largest_proven(from_plain(Certificate, certificate), 4)}")
     if "inverse/characters_recovered" in best:
         recovered = percent(best["inverse/characters_recovered"])
         monitor = run.callback(InversionMonitor)

@@ -109,8 +109,8 @@ def test_the_validation_split_is_as_long_as_asked_for(tmp_path: Path) -> None:
 PROGRAM = """
 import resource, sys
 from invformer import commands
-from invformer.evaluation import evaluate
-evaluate.NGRAM_CHARACTERS = 1 << 20
+from invformer.evaluation import ngram
+ngram.MOST_COUNTED = 1 << 20
 command, *words = sys.argv[1:]
 try:
     commands.run(*commands.COMMANDS[command], words)

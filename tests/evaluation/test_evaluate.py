@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -33,9 +34,9 @@ def test_a_branch_that_only_a_cast_put_above_its_target_is_shrunk(
 ) -> None:
     saved = Saved(tmp_path, "trainer.precision=bf16-mixed")
     saved.model.stack.blocks[0].feed_forward.branch.correction.fill_(1.003)
-    certificate = saved.evaluated()["certificate"]
-    assert certificate["dtype"] == "bfloat16"
-    assert all(b <= certificate["targets"][n] for n, b in certificate["per_branch"].items())
+    certificate = saved.evaluated().certificate
+    assert certificate.dtype == "bfloat16"
+    assert all(b <= certificate.targets[n] for n, b in certificate.per_branch.items())
     assert "block_00/feed_forward was" in caplog.text
 
 
@@ -52,7 +53,7 @@ def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
 ) -> None:
     saved = Saved(tmp_path, f"trainer.precision={precision}")
     report = saved.evaluated(*QUICK)
-    assert report["precision"] == precision
+    assert report.precision == precision
     model = saved.model.eval()
     tokens = saved.vocabulary.encode(read_corpus(saved.config.data).split("val")).long()
     windows = tokens[: len(tokens) // 16 * 16].view(-1, 16)
@@ -60,19 +61,19 @@ def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
         inner = model(windows)[:, :-1].log_softmax(-1)
     expected = -inner.gather(-1, windows[:, 1:, None]).double().mean().item()
     # The first character of each window and the last, shorter one differ.
-    assert report["nats"] == pytest.approx(expected, rel=0.05)
+    assert report.nats == pytest.approx(expected, rel=0.05)
 
 
 def test_the_split_that_is_asked_for_is_the_one_that_is_scored(tmp_path: Path) -> None:
     saved = Saved(tmp_path)
     corpus = read_corpus(saved.config.data)
     quick = (*QUICK, "evaluate.stride=5")
-    nats = {saved.evaluated(*quick)["nats"]}
+    nats = {saved.evaluated(*quick).nats}
     for split in ("train", "test", "val"):
         report = evaluated(tmp_path, f"data.split={split}", *quick)
-        assert report["num_characters"] == len(corpus.split(split))
-        assert report["data"]["split"] == split
-        nats.add(report["nats"])
+        assert report.num_characters == len(corpus.split(split))
+        assert report.data.split == split
+        nats.add(report.nats)
     assert len(nats) == 3
 
 
@@ -87,11 +88,11 @@ def test_no_checkpoint_makes_a_wrong_character_proven(
     away[:, 0] = apart * torch.arange(len(table))
     away[0, 1] = unknown
     table.copy_(away)
-    inversion = saved.evaluated("evaluate.lipschitz_sequences=0")["inversion"]
+    inversion = saved.evaluated("evaluate.lipschitz_sequences=0").inversion
     torch.set_flush_denormal(False)
-    assert inversion["characters_proven"] <= inversion["characters_recovered"]
+    assert inversion.characters_proven <= inversion.characters_recovered
     if unknown > 1:
-        assert inversion["characters_recovered"] == 1
+        assert inversion.characters_recovered == 1
 
 
 def test_a_full_disk_does_not_take_the_table(
@@ -124,7 +125,7 @@ def test_another_text_leaves_the_earlier_evaluation_untouched(
     other, _ = keep(report, latest)
     assert re.fullmatch(r"text_file-[0-9a-f]{8}-all-3\.json", other.name)
     assert latest.read_bytes() == before
-    assert report["num_characters"] == len(SUMS)
+    assert report.num_characters == len(SUMS)
     print_table(report)
     said = capsys.readouterr().out
     rate = f"{SUMS.count('is') / len(SUMS):.1%}"
@@ -140,13 +141,18 @@ def test_the_table_opens_with_the_result_and_says_which_numbers_say_nothing(
         r".*/step-00000003: evaluating [\d,]+ characters of text_file, val\n",
         capsys.readouterr().out,
     )
-    report["certificate"]["total"] = report["inversion"]["error_bound"] = 1e6
-    print_table(report)
+    assert report.certificate
+    assert report.inversion
+    vast = replace(
+        report,
+        certificate=replace(report.certificate, total=1e6),
+        inversion=replace(report.inversion, error_bound=1e6),
+    )
+    print_table(vast)
     short = capsys.readouterr().out
     head = short.split("\n\n")[0].splitlines()[1:]
     assert [line.split("  ")[1] for line in head] == [
-        "val bpc", "every branch proven", "inversion", "largest local estimate",
-        "characters per second",
+        "val bpc", "every branch proven", "inversion", "largest local estimate"
     ]  # fmt: skip
     assert short.count("1.00e+06, not informative") == 2
     assert "frobenius" not in short
@@ -161,10 +167,10 @@ def test_the_proof_is_capped_by_characters_times_symbols_and_says_so(
     limit = 2 * 5 * saved.vocabulary.size
     words = ("evaluate.inversion_sequences=2", f"evaluate.proof_limit={limit}")
     report = saved.evaluated("evaluate.lipschitz_sequences=0", *words)
-    inversion = report["inversion"]
-    assert inversion["characters_tried"] == 2 * 5
-    assert inversion["characters_proven"] == 10 / inversion["num_characters"]
-    assert [text["marks"] for text in inversion["texts"]] == ["✓" * 5 + "·" * 11] * 2
+    inversion = report.inversion
+    assert inversion.characters_tried == 2 * 5
+    assert inversion.characters_proven == 10 / inversion.num_characters
+    assert [text.marks for text in inversion.texts] == ["✓" * 5 + "·" * 11] * 2
     print_table(report)
     assert "the proof tried 10 of 32 (evaluate.proof_limit)" in capsys.readouterr().out
 
@@ -173,7 +179,7 @@ def test_a_table_of_a_text_that_is_mostly_unknown_says_so_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Saved(tmp_path).evaluated(*QUICK)
-    report["data"]["unknown_rate"] = 0.62
+    report = replace(report, data=replace(report.data, unknown_rate=0.62))
     capsys.readouterr()
     print_table(report)
     (first,) = re.findall(r"\A.*\n  (.*)", capsys.readouterr().out)
@@ -189,5 +195,5 @@ def test_a_bound_stands_beside_the_estimate_of_its_own_branch() -> None:
         diagonal = norm == "diagonal_block"
         for name, branch in model.stack.branches():
             bound = branch.causal_bound() if diagonal else branch.lipschitz_bound(norm)
-            assert rows[name]["bound"] == bound
-        assert len({row["bound"] for row in rows.values()}) == len(rows)
+            assert rows[name].bound == bound
+        assert len({row.bound for row in rows.values()}) == len(rows)

@@ -22,13 +22,13 @@ def test_every_character_is_proven_whatever_an_error_bound_says(
     model = trained_a_little(contractive_model(0.7, certificate, bounded=bounded)).eval()
     tokens = named_tokens(4)
     trip = round_trip(model, tokens, dtype)
-    assert trip.certificate.dtype == trip.numbers()["dtype"] == str(dtype)[6:]
+    assert trip.certificate.dtype == trip.reconstruction().dtype == str(dtype)[6:]
     assert torch.equal(trip.decoded, tokens)
     proof = trip.proof()
     assert proof.proven.all()
     assert 0 < proof.distance.max() < proof.radius.min() < proof.margin.min()
     if certificate == "causal":
-        assert trip.numbers()["error_bound"] == math.inf
+        assert trip.reconstruction().error_bound == math.inf
 
 
 def named_tokens(batch: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ def test_a_proven_character_that_is_wrong_is_a_violated_certificate() -> None:
     wrong = tokens.clone()
     wrong[1, 3] = wrong[1, 3] % (VOCAB - 1) + 1
     trip = replace(round_trip(model, wrong, torch.float64), tokens=tokens)
-    assert trip.numbers()["characters_recovered"] == 1 - 1 / tokens.numel()
+    assert trip.reconstruction().characters_recovered == 1 - 1 / tokens.numel()
     with pytest.raises(CertificateViolation, match="character 3 of sequence 1"):
         trip.proof()
 
@@ -51,7 +51,7 @@ def test_samples_that_do_not_converge_are_counted(monkeypatch: pytest.MonkeyPatc
     model = trained_a_little(contractive_model(0.97)).eval()
     monkeypatch.setattr(model.stack, "inverse", partial(model.stack.inverse, max_steps=1))
     trip = round_trip(model, named_tokens(4), torch.float64)
-    assert trip.numbers()["converged_fraction"] < 1
+    assert trip.reconstruction().converged_fraction < 1
 
 
 @pytest.mark.parametrize("bounded", [False, True])

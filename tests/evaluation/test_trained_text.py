@@ -13,6 +13,7 @@ from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, DataError
 from invformer.evaluation.ngram import witten_bell_nats
+from invformer.evaluation.result import Evaluation
 from invformer.report.table import print_table
 from invformer.runs.checkpoint import MODEL, read_checkpoint
 from invformer.runs.encoding import described
@@ -36,7 +37,7 @@ def text_file(path: Path, max_characters: int | None = None) -> DataConfig:
     return DataConfig(name="text_file", path=str(path), max_characters=max_characters)
 
 
-def evaluate(folder: Path, *more: str) -> dict:
+def evaluate(folder: Path, *more: str) -> Evaluation:
     return evaluated(folder, *QUICK, *more)
 
 
@@ -49,9 +50,9 @@ def test_a_checkpoint_cannot_make_us_read_devices_or_empty_files(folder: Path) -
             evaluate(folder)
         assert error.value.exit_code == 3
         text = f"data.path={folder / TEXT_FILE}"
-        assert evaluate(folder, text)["data"]["same_as_training"]
+        assert evaluate(folder, text).data.same_as_training
         report = evaluate(folder, text, "data.max_characters=1000")  # needs the rest for the n-gram
-        assert report["ngram"] is None
+        assert report.ngram is None
 
 
 def test_a_text_in_other_characters_is_refused_and_looked_for_where_it_is(folder: Path) -> None:
@@ -71,18 +72,18 @@ def test_the_ngram_has_learnt_what_the_model_has_learnt_or_is_left_out(
     elsewhere = "data.name=text_file", f"data.path={other}"
     learnt = read_corpus(text_file(folder / TEXT_FILE))
     expected = five_gram(learnt.split("train"), read_corpus(text_file(other)).split("val"))
-    assert evaluate(folder, *elsewhere)["ngram"]["nats"] == expected
+    assert evaluate(folder, *elsewhere).ngram.nats == expected
     short = read_corpus(text_file(folder / TEXT_FILE, max_characters=1000)).split("val")
     assert learnt.split("val").startswith(short)
     report = evaluate(folder, "data.max_characters=1000")
-    assert report["num_characters"] == len(short)
-    assert report["ngram"]["nats"] == five_gram(learnt.split("train"), short)
+    assert report.num_characters == len(short)
+    assert report.ngram.nats == five_gram(learnt.split("train"), short)
     report = evaluate(folder, "data.split=train")
-    assert report["ngram"] is None
+    assert report.ngram is None
     print_table(report)
     assert "-gram" not in capsys.readouterr().out
     (folder / TEXT_FILE).write_text("another text by now")
-    assert evaluate(folder, *elsewhere)["ngram"] is None
+    assert evaluate(folder, *elsewhere).ngram is None
 
 
 def five_gram(train: str, text: str) -> float:

@@ -105,11 +105,11 @@ class Machine:
 
     def seconds(self, work: dict[str, Callable[[], object]]) -> dict[str, float]:
         """Median seconds of each piece of work, in turns; on a GPU after warming up."""
-        from invformer.evaluation.inversion import in_turns
+        from benchmarks.timing import median_seconds
 
         if self.is_gpu:
-            in_turns(work, 2)
-        return in_turns(work, 10 if self.is_gpu else 3)
+            median_seconds(work, 2)
+        return median_seconds(work, 10 if self.is_gpu else 3)
 
     def config(self, *words: str) -> Any:
         """A configuration as train.py would have it."""

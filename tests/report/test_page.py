@@ -1,12 +1,15 @@
 """The page of an evaluation: everything is in it, and it needs nothing else."""
 
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 
+from invformer.evaluation.marked_text import MarkedText
+from invformer.evaluation.result import Evaluation, SampledText
 from invformer.report.page import keep, keep_comparison, page
 from invformer.report.table import (
     certified_first,
@@ -19,7 +22,7 @@ from tests.support.saved_runs import Saved
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def report(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
     """Of a small model that was not trained."""
     torch.set_default_dtype(torch.float32)
     return Saved(tmp_path_factory.mktemp("run")).evaluated()
@@ -45,25 +48,26 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_a_page_has_everything_and_refers_to_nothing(report: dict) -> None:
+def test_a_page_has_everything_and_refers_to_nothing(report: Evaluation) -> None:
     elements = Elements(page(report, {}))
     assert all(r.startswith("data:image/png;base64,") for r in elements.references)
     assert not {"script", "link", "iframe", "object", "base"} & set(elements.tags)
     assert "url(" not in elements.text
-    (first, *_) = report["inversion"]["texts"]
+    assert report.inversion
+    (first, *_) = report.inversion.texts
     for said in (
         "val bpc", "is proven to be at most 0.4", "says nothing about the LayerNorm and head",
-        "local bound ≤", first["text"], report["sample"]["text"], report["evaluated_with"],
-        report["data"]["sha256"], "error bound by the rounding model",
+        "local bound ≤", first.text, report.sample.text, report.evaluated_with,
+        report.data.sha256, "error bound by the rounding model",
     ):  # fmt: skip
         assert said in elements.text
-    assert elements.text.count(first["recovered"]) >= 2
+    assert elements.text.count(first.recovered) >= 2
 
 
 def test_a_page_has_the_name_of_its_run_and_the_constants_that_are_proven(
-    report: dict, tmp_path: Path
+    report: Evaluation, tmp_path: Path
 ) -> None:
-    named = {**report, "checkpoint": "runs/sums/checkpoints/step-00000003"}
+    named = replace(report, checkpoint="runs/sums/checkpoints/step-00000003")
     found = page(named, {})
     assert "<title>sums, step 3, on text_file, val</title>" in found
     assert "frobenius" not in Elements(found).text
@@ -72,17 +76,11 @@ def test_a_page_has_the_name_of_its_run_and_the_constants_that_are_proven(
     assert norms == ["diagonal_block", "token_max", "frobenius"]
 
 
-def test_text_of_a_model_is_escaped_in_a_page(report: dict) -> None:
+def test_text_of_a_model_is_escaped_in_a_page(report: Evaluation) -> None:
     said = "<script>alert(1)</script>\x1b[31m"
-    marked = {"text": said, "recovered": said, "marks": "✓·✗" * 9 + "✓✓✓"}
-    found = page(
-        {
-            **report,
-            "sample": {"prompt": "<b>", "text": said},
-            "inversion": {**report["inversion"], "texts": [marked]},
-        },
-        {},
-    )
+    assert report.inversion
+    inversion = replace(report.inversion, texts=[MarkedText(said, said, "✓·✗" * 9 + "✓✓✓")])
+    found = page(replace(report, sample=SampledText("<b>", said), inversion=inversion), {})
     assert "<script" not in found
     assert "\x1b" not in found
     assert Elements(found).text.count(r"<script>alert(1)</script>\x1b[31m") == 3
@@ -105,7 +103,7 @@ def test_every_kind_of_model_has_a_page_with_and_without_measurements(
     saved = Saved(tmp_path, *words)
     report = saved.evaluated("evaluate.lipschitz_steps=2")
     assert says in Elements(page(report, {})).text
-    without = {**report, "local_lipschitz": {}, "inversion": None}
+    without = replace(report, local_lipschitz={}, inversion=None)
     text = Elements(page(without, {})).text
     assert says in text
     assert "The text that comes back" not in text
@@ -113,7 +111,7 @@ def test_every_kind_of_model_has_a_page_with_and_without_measurements(
 
 
 def test_the_page_of_a_run_is_replaced_by_an_evaluation_of_its_own_text_alone(
-    report: dict, tmp_path: Path
+    report: Evaluation, tmp_path: Path
 ) -> None:
     write_metrics(tmp_path / "metrics.jsonl")
     latest = tmp_path / "evaluation.json"
@@ -121,7 +119,7 @@ def test_the_page_of_a_run_is_replaced_by_an_evaluation_of_its_own_text_alone(
     own = (tmp_path / "report.html").read_bytes()
     assert (tmp_path / "evaluation/text_file-val-3.html").read_bytes() == own
     assert (tmp_path / "summary.png").is_file()
-    other = {**report, "data": {**report["data"], "same_as_training": False}}
+    other = replace(report, data=replace(report.data, same_as_training=False))
     _, path = keep(other, latest)
     assert path.parent == tmp_path / "evaluation"
     assert "another text" in path.read_text()
@@ -129,20 +127,21 @@ def test_the_page_of_a_run_is_replaced_by_an_evaluation_of_its_own_text_alone(
 
 
 def test_several_models_stand_in_one_table_and_one_figure(
-    report: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    report: Evaluation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    baseline = {**report, "checkpoint": "runs/plain/checkpoints/step-00000003", "bpc": 9.5}
-    baseline |= {"certificate": None, "inversion": None, "ngram": None, "local_lipschitz": {}}
+    nothing = {"certificate": None, "inversion": None, "ngram": None, "local_lipschitz": {}}
+    path = "runs/plain/checkpoints/step-00000003"
+    baseline = replace(report, checkpoint=path, bpc=9.5, **nothing)
     reports = [report, baseline]
     header, own, other = comparison(reports)
-    assert other == ["plain", "contractive_l2", "3", "9.5000", *"–––––", own[-1]]
+    assert other == ["plain", "contractive_l2", "3", "9.5000", *"–––––"]
     assert own[header.index("recovered")] == "100.00%"
     assert own[header.index("every branch ≤")].startswith("0.4")
     print_comparison(reports)
     assert len({len(line) for line in capsys.readouterr().out.strip("\n").splitlines()}) == 1
     path = keep_comparison(reports, tmp_path)
     assert "-plain-" in path.name
-    on_test = [{**one, "data": {**one["data"], "split": "test"}} for one in reports]
+    on_test = [replace(one, data=replace(one.data, split="test")) for one in reports]
     print_comparison([report, on_test[1]])
     assert "bits per character do not compare" in capsys.readouterr().out
     assert len({path, keep_comparison(reports, tmp_path), keep_comparison(on_test, tmp_path)}) == 2
@@ -153,20 +152,21 @@ def test_several_models_stand_in_one_table_and_one_figure(
     assert elements.tags.count("img") == 1
     assert elements.tags.count("tr") == 3 + 2
     path = keep_comparison([report, report], tmp_path)  # names that are not unique
-    assert path.read_text(encoding="utf-8").count(report["checkpoint"]) > 2
+    assert path.read_text(encoding="utf-8").count(report.checkpoint) > 2
     keep_comparison([baseline, baseline], tmp_path)  # a figure without constants
 
 
-def test_margins_that_are_not_finite_prove_nothing(report: dict) -> None:
-    inversion = {**report["inversion"], "radius": math.nan, "distance": math.nan}
-    text = Elements(page({**report, "inversion": inversion}, {})).text
+def test_margins_that_are_not_finite_prove_nothing(report: Evaluation) -> None:
+    assert report.inversion
+    inversion = replace(report.inversion, radius=math.nan, distance=math.nan)
+    text = Elements(page(replace(report, inversion=inversion), {})).text
     assert "not of every character" in text
     assert "other symbols would" not in text
 
 
-def test_a_summary_says_what_an_evaluation_found(report: dict) -> None:
+def test_a_summary_says_what_an_evaluation_found(report: Evaluation) -> None:
     found = summary_values(report)
-    assert found["evaluation/val_bpc"] == report["bpc"]
+    assert found["evaluation/val_bpc"] == report.bpc
     assert found["evaluation/characters_proven"] == 1
     order = ("estimate", "local_bound", "bound", "target")
     constants = [found[f"evaluation/{key}"] for key in order]

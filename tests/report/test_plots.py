@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from invformer.nn.certificate import Certificate
 from invformer.report.plots import (
     draw_summary,
     in_words,
@@ -62,9 +63,10 @@ def test_every_branch_has_its_estimate_below_its_local_bound_below_its_bound(
 def test_nothing_that_is_drawn_is_clipped(tmp_path: Path) -> None:
     curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
     words = in_words(curves, "a sample of 50 characters in a line, and some more " * 40)
-    title = title_of(
-        "first", "l2", "books", {"norm": "token_max", "kind": "global", "conditions": [1]}
+    weighted = Certificate(
+        "token_max", "global", 0.5, {"a": 0.5}, {"a": 0.4}, {"a": 2.0}, {}, None, "float32", 16
     )
+    title = title_of("first", "l2", "books", weighted)
     assert title == "first: l2 on books. Lipschitz constants in weighted token_max"
     figure = draw_summary(curves, last_constants(curves), words, 1.5, title)
     assert figure.get_suptitle() == title

@@ -13,6 +13,7 @@ from invformer.config.trained import EvaluateConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.evaluation.evaluate import evaluate
+from invformer.evaluation.result import Evaluation
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.writing import encode, write_directory
 from invformer.trained.model import opened
@@ -49,7 +50,7 @@ def save_run(
     return path
 
 
-def evaluated(path: Path, *words: str) -> dict[str, Any]:
+def evaluated(path: Path, *words: str) -> Evaluation:
     """The report of evaluate.py on a checkpoint."""
     config = load_config([f"checkpoint={path}", *words], EvaluateConfig)
     checkpoint = find_checkpoint(path)
@@ -75,5 +76,5 @@ class Saved:
     def save(self, step: int = 3) -> Path:
         return save_run(self.folder, self.config, self.vocabulary, self.model, step, self.sha256)
 
-    def evaluated(self, *words: str) -> dict[str, Any]:
+    def evaluated(self, *words: str) -> Evaluation:
         return evaluated(self.save(), *words)

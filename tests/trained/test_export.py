@@ -212,13 +212,13 @@ def test_a_path_that_an_export_names_is_read_only_if_it_is_the_text_of_the_train
     secret = tmp_path / "secret.txt"
     secret.write_text("1 and 1 is 2; the password is 3; " * 100)
     quick = ("evaluate.lipschitz_sequences=0", "evaluate.inversion_sequences=0")
-    assert evaluated(exported, *quick)["data"]["same_as_training"]
-    assert evaluated(exported, *quick, "data.max_characters=900")["ngram"]
+    assert evaluated(exported, *quick).data.same_as_training
+    assert evaluated(exported, *quick, "data.max_characters=900").ngram
     edit_json(exported, MODEL, lambda m: m["config"]["data"].update(path=str(secret)))
     for more in ((), ("data.max_characters=900",), ("data.split=all",)):
         with pytest.raises(InvformerError, match=r"secret\.txt: not the text .* data\.path=PATH"):
             evaluated(exported, *quick, *more)
-    assert not evaluated(exported, *quick, f"data.path={secret}")["data"]["same_as_training"]
+    assert not evaluated(exported, *quick, f"data.path={secret}").data.same_as_training
 
 
 # --- in Lightning --------------------------------------------------------------------------------
