@@ -201,9 +201,9 @@ def invert(config: InvertConfig) -> None:
     from invformer.processes.bar import Bar
 
     with Bar(desc="loading PyTorch and the model"):
-        from invformer.evaluation.damage import perturb
         from invformer.report.recovered_text import Shown
-        from invformer.trained.model import joined, load, read_states, write_states
+        from invformer.trained.model import joined, load
+        from invformer.trained.states import perturb, read_states, write_states
 
         model = load(config.checkpoint, config.device)
     z = model.encode(text) if text is not None else read_states(str(config.states))

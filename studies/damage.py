@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from invformer.config.section import option
-from invformer.evaluation.damage import perturb
 from invformer.proofs.prefix_margins import prefix_margins
+from invformer.trained.states import perturb
 from studies.report import Figure, Rows, Summary, by, curves, look_of, panels, table, values
 from studies.states import SLACK, decode, kind_of, trained, undoing, windows
 from studies.study import Study, StudyOptions, case_of, program

@@ -17,9 +17,10 @@ from invformer.config.section import option
 from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.nn.proof import enforce
-from invformer.nn.quantised import BITS, quantised
 from invformer.nn.transformer import CharTransformer
 from invformer.proofs.prefix_margins import prefix_margins
+from invformer.runs.packed import BITS
+from invformer.trained.quantised import quantised
 from studies.report import Figure, Finding, Rows, Summary, curves, panels, table, values
 from studies.states import decode, kind_of, trained, undoing, validation, windows
 from studies.study import Study, StudyOptions, grid, program

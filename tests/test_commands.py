@@ -29,7 +29,8 @@ from invformer.errors import (
 )
 from invformer.report.recovered_text import Shown
 from invformer.runs.checkpoint import WEIGHTS
-from invformer.trained.model import RecoveredText, TrainedModel, read_states, write_states
+from invformer.trained.model import RecoveredText, TrainedModel
+from invformer.trained.states import read_states, write_states
 from tests.support import fake_hub
 from tests.support.builders import contractive_model, random_tokens
 from tests.support.processes import python

@@ -19,9 +19,9 @@ from torch import Tensor
 from invformer.config.load import from_dict
 from invformer.config.schema import SavedPath, TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError
-from invformer.nn.quantised import BITS, unpacked
 from invformer.runs import encoding
 from invformer.runs.files import PARTIAL, read_regular
+from invformer.runs.packed import BITS, unpacked
 from invformer.runs.run_log import MAX_STEP
 
 CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints

@@ -13,13 +13,13 @@ from invformer.config.schema import TrainConfig
 from invformer.errors import StorageError
 from invformer.evaluation.result import Evaluation
 from invformer.nn.certificate import Certificate
-from invformer.nn.quantised import Rounded, packed
 from invformer.nn.transformer import CharTransformer
 from invformer.processes.contained import one_line
 from invformer.report.card import model_card
 from invformer.runs import encoding
 from invformer.runs.checkpoint import MANIFEST, MODEL, PREFIX, WEIGHT_BITS, WEIGHTS, record_of
 from invformer.runs.files import UNFINISHED_EXPORT, require_new_folder
+from invformer.runs.packed import Rounded, packed
 from invformer.runs.writing import manifest_of
 
 CARD = "README.md"

@@ -20,23 +20,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import ConfigurationError, DataError, StorageError
-from invformer.evaluation.damage import LEAST_ROUNDING
+from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.result import Evaluation
 from invformer.nn.certificate import Certificate
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.proof import certify, certify_trained
-from invformer.nn.quantised import quantised
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.precision import FORWARD_DTYPE, RESIDUAL_FLOOR
+from invformer.numerics.precision import FORWARD_DTYPE
 from invformer.proofs.prefix_margins import (
     MarginEvidence,
     Networks,
@@ -44,10 +41,11 @@ from invformer.proofs.prefix_margins import (
     prefix_margins,
 )
 from invformer.runs.checkpoint import WEIGHT_BITS, Checkpoint
-from invformer.runs.files import replace_file
 from invformer.runs.machine import pick_device
 from invformer.trained.export import shared, write_export
 from invformer.trained.opening import configuration_of, find_checkpoint, restored, vocabulary_of
+from invformer.trained.quantised import quantised
+from invformer.trained.states import LEAST_ROUNDING
 
 log = logging.getLogger(__name__)
 # Where rounding is measured, and how much more than that is assumed.
@@ -373,35 +371,3 @@ def opened(checkpoint: Checkpoint, device: str = "auto") -> TrainedModel:
             evaluation = found
     config, vocabulary = configuration_of(checkpoint), vocabulary_of(checkpoint)
     return TrainedModel(network, vocabulary, config, checkpoint.metadata, evaluation)
-
-
-def read_states(path: str) -> Float[Tensor, "tokens width"]:
-    """The states of one text in a safetensors file; raises DataError for anything else.
-
-    They are the only tensor in it, or the one that is called ``states``, also as a batch of one.
-    """
-    try:
-        held = safetensors.torch.load_file(os.path.expanduser(path))
-        if "states" not in held and len(held) != 1:
-            raise ValueError(f"call one of its {len(held)} tensors states")
-        states = held["states"] if "states" in held else next(iter(held.values()))
-        if states.ndim == 3 and len(states) == 1:
-            states = states[0]
-        if states.ndim != 2:
-            raise ValueError(f"states have the shape (tokens, width), not {tuple(states.shape)}")
-        if states.dtype not in RESIDUAL_FLOOR:
-            raise ValueError(f"states are numbers of 16, 32 or 64 bits, not {states.dtype}")
-        if not states.isfinite().all():
-            raise ValueError("some of its numbers are not finite")
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise DataError(f"{path}: not a safetensors file of states ({error})") from None
-    return states
-
-
-def write_states(z: Float[Tensor, "tokens width"], path: str) -> None:
-    """Write states to a safetensors file that :func:`read_states` reads; raises StorageError."""
-    content = safetensors.torch.save({"states": z.cpu().contiguous()})
-    file = Path(os.path.expanduser(path)).absolute()
-    if file.exists() and not file.is_file():  # which root could replace
-        raise StorageError(f"{file}: cannot be written (not a regular file)")
-    replace_file(file, content)

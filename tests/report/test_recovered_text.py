@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from invformer.data.vocabulary import Vocabulary
-from invformer.evaluation.damage import perturb
 from invformer.evaluation.marked_text import readable
 from invformer.report.recovered_text import cell_width, lines_of
+from invformer.trained.states import perturb
 
 
 def test_states_are_rounded_to_the_bits_asked_for() -> None:

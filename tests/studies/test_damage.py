@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from invformer.evaluation.damage import perturb
+from invformer.trained.states import perturb
 from studies import damage
 from studies.damage import Case
 

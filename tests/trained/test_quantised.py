@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from invformer.errors import ConfigurationError
-from invformer.nn.quantised import packed, quantised, rounded, unpacked
+from invformer.runs.packed import packed, unpacked
+from invformer.trained.quantised import quantised, rounded
 from tests.support.builders import scaled_model, trained_a_little
 
 
