@@ -1,6 +1,5 @@
 """The front door: the commands as typed, and the trained model as imported."""
 
-import copy
 import io
 import json
 import os
@@ -20,21 +19,12 @@ from safetensors.torch import save_file
 
 import invformer
 from invformer import commands
-from invformer.data.vocabulary import Vocabulary
-from invformer.errors import (
-    CheckpointError,
-    ConfigurationError,
-    DataError,
-    StorageError,
-)
 from invformer.report.recovered_text import Shown
 from invformer.runs.checkpoint import WEIGHTS
-from invformer.trained.model import RecoveredText, TrainedModel
-from invformer.trained.states import read_states, write_states
+from invformer.trained.model import RecoveredText
 from tests.support import fake_hub
-from tests.support.builders import contractive_model, random_tokens
 from tests.support.processes import python
-from tests.support.small_runs import fitted, options, write_text
+from tests.support.small_runs import fitted, options, tiny_run
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -42,12 +32,7 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny trained run."""
-    torch.set_default_dtype(torch.float32)
-    folder = tmp_path_factory.mktemp("front door")
-    write_text(folder)
-    size = ("model.d_model=24", "model.num_layers=2", "monitor.enabled=false")
-    fitted(options(folder, "a", *size, "trainer.max_steps=8", "trainer.val_every=4"))
-    return folder / "a"
+    return tiny_run(tmp_path_factory.mktemp("front door"))
 
 
 Typed = Callable[..., str]
@@ -191,13 +176,6 @@ def test_without_an_inverse_only_the_search_finds_a_text(
     assert "  text       7 times 7\n  recovered  7 times 7\n  proven     " in typed(
         "invert", plain, "text=7 times 7"
     )
-
-
-def test_states_replace_no_device(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StorageError, match=r"pipe: cannot be written \(not a regular file\)"):
-        write_states(torch.zeros(3, 24), str(tmp_path / "pipe"))
-    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Path) -> None:
@@ -389,135 +367,10 @@ def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
     assert (tmp_path / "checkpoints/more/checkpoints/step-00000001").is_dir()
 
 
-def test_the_evaluation_of_a_model_that_was_in_the_folder_before_is_not_taken(
-    run: Path, exported: Path, command: Callable[..., int]
-) -> None:
-    few = ("evaluate.lipschitz_sequences=0", "evaluate.inversion_sequences=0")
-    for words in ([], ["bits=4"], ["bits=2"]):
-        shutil.rmtree(exported)
-        assert command("export", f"checkpoint={run}", f"out={exported}", *words) == 0
-        assert invformer.load(exported).evaluation is None
-        assert command("evaluate", f"checkpoint={exported}", *few) == 0
-        assert invformer.load(exported).evaluation is not None
-
-
 def test_an_export_overwrites_nothing(typed: Typed, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     assert "is not empty; name a new folder" in typed("export", f"out={tmp_path}", code=7)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_an_export_killed_anywhere_is_no_model_and_the_same_export_completes_it(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, write = invformer.load(run), Path.write_bytes
-    for count in range(4):
-        left = [write] * count
-        monkeypatch.setattr(Path, "write_bytes", lambda *args, left=left: left.pop()(*args))
-        with pytest.raises(IndexError):  # nothing handles it, as nothing handles kill -9
-            model.export(tmp_path)
-        with pytest.raises(CheckpointError):
-            invformer.load(tmp_path)
-    monkeypatch.undo()
-    model.export(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 4
-    assert invformer.load(tmp_path).certificate == model.certificate
-
-
-# --- the model as imported -----------------------------------------------------------------------
-
-
-def test_the_package_lists_what_it_offers() -> None:
-    assert {"load", "layers", "certify", "local_constants", "LipschitzMonitor"} <= {*dir(invformer)}
-    assert all(hasattr(invformer, name) for name in dir(invformer))
-
-
-def test_a_loaded_model_generates_encodes_and_inverts(run: Path) -> None:
-    model = invformer.load(run)
-    text = "3 times 3 is 9; 4 times"
-    z = model.encode(text)
-    assert z.shape == (len(text), 24)
-    found = model.invert(z)
-    assert found.text == text
-    assert all(found.proven)
-    assert found.num_steps > 0
-    assert 0 < found.residual < 1e-4
-    assert 0 < found.error_bound < 0.1
-    assert repr(found).startswith(f"RecoveredText('{text}', {len(text)} of {len(text)} characters")
-    characters = list(model.stream(text, 30, seed=2))
-    assert [len(c) for c in characters] == [1] * 30
-    assert model.generate(text, 30, seed=2) == text + "".join(characters)
-    assert model.certificate is not None
-    assert model.certificate.holds
-    assert re.fullmatch(
-        r"Certificate\(4 Lipschitz bounds ≤ 0\.\d{6} in weighted token_max "
-        r"\(worst block_0\d/\w+\), target 0\.5: holds\)",
-        repr(model.certificate),
-    )
-    assert "step 8" in repr(model)
-
-
-def test_a_text_of_more_windows_comes_back_from_states_without_some_channels(run: Path) -> None:
-    model = invformer.load(run)
-    text = "3 times 3 is 9; " * 6
-    z = model.encode(text)
-    within = torch.full_like(z[:1], 1e-4)
-    z[:, :8], within[:, :8] = 0, torch.inf
-    assert len(text) > model.network.seq_len
-    found = model.invert(z, entries_within=within)
-    assert found.text == text
-    assert all(found.proven)
-
-
-def test_a_forward_pass_that_cancels_is_assumed_to_round_more() -> None:
-    network = contractive_model().requires_grad_(False)
-    network.embedding.token.weight += 1e3  # ActivationNorm takes it out
-    network.initialise(random_tokens(8))
-    model = TrainedModel(network.float(), Vocabulary(tuple("0123456789A")), None, {})
-    z = network.stack(network.embedding(random_tokens(200)))
-    exact = copy.deepcopy(network).double()
-    rounded = (z - exact.stack(exact.embedding(random_tokens(200)))).abs().max()
-    assert 2**-16 * z[0].abs().max() < rounded < model.assumed_rounding(z[0]) < 100 * rounded
-
-
-def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = invformer.load(run)
-    found = model.invert(model.encode("1 ï 2"))
-    assert "1 of 5 characters are not in the vocabulary" in caplog.text
-    assert found.text == "1 \ufffd 2"
-    assert found.proven == (True, True, False, True, True)
-
-
-def test_wrong_states_texts_and_paths_are_refused(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(run.parent)
-    model = invformer.load(run)
-    with pytest.raises(DataError, match=r"states have the shape \(3, 5\), not \(tokens, 24\)"):
-        model.invert(torch.zeros(3, 5))
-    write_states(torch.full((3, 24), torch.nan), "states.safetensors")
-    with pytest.raises(DataError, match="some of its numbers are not finite"):
-        read_states("states.safetensors")
-    z = torch.randn(3, 24)
-    for held, complaint in (
-        ({"a": z, "b": -z}, "call one of its 2 tensors states"),
-        ({}, "call one of its 0 tensors states"),
-        ({"z": torch.stack([z, z])}, r"the shape \(tokens, width\), not \(2, 3, 24\)"),
-        ({"z": z.long()}, "numbers of 16, 32 or 64 bits, not torch.int64"),
-        ({"z": z.to(torch.float8_e4m3fn)}, "not torch.float8_e4m3fn"),
-    ):
-        save_file(held, "states.safetensors")
-        with pytest.raises(DataError, match=complaint):
-            read_states("states.safetensors")
-    with pytest.raises(ConfigurationError, match="empty"):
-        model.encode("")
-    with pytest.raises(CheckpointError, match="no folder here, and the Hub cannot be reached"):
-        invformer.load("me/nothing")
-    for path in (f"{run.name}/nothing", "checkpoints/nothing"):
-        with pytest.raises(CheckpointError, match="does not exist: name a run folder"):
-            invformer.load(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -529,3 +382,8 @@ def test_states_of_any_format_are_read_beside_others_and_as_a_batch_of_one(
         save_file(held, file)
         for damage in ([], ["bits=8"], ["noise=0.01"]):
             assert "recovered  1 2 34" in typed("invert", f"states={file}", *damage)
+
+
+def test_the_package_lists_what_it_offers() -> None:
+    assert {"load", "layers", "certify", "local_constants", "LipschitzMonitor"} <= {*dir(invformer)}
+    assert all(hasattr(invformer, name) for name in dir(invformer))

@@ -72,6 +72,15 @@ def fitted(words: Sequence[str], *callbacks: L.Callback) -> Run:
     return run
 
 
+def tiny_run(folder: Path) -> Path:
+    """A run of two blocks and eight steps, in float32."""
+    torch.set_default_dtype(torch.float32)
+    write_text(folder)
+    size = ("model.d_model=24", "model.num_layers=2", "monitor.enabled=false")
+    fitted(options(folder, "a", *size, "trainer.max_steps=8", "trainer.val_every=4"))
+    return folder / "a"
+
+
 class StopAt(L.Callback):
     """Sends the process signals as a batch ends."""
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,36 @@ def test_an_export_of_0_1_is_read(exported: Path, tmp_path: Path) -> None:
     weights.write_bytes(flipped(weights.read_bytes()))
     with pytest.raises(CheckpointError, match="was changed since it was exported"):
         invformer.load(tmp_path / "old")
+
+
+def test_the_evaluation_of_a_model_that_was_in_the_folder_before_is_not_taken(
+    run: Path, tmp_path: Path, command: Callable[..., int]
+) -> None:
+    few = ("evaluate.lipschitz_sequences=0", "evaluate.inversion_sequences=0")
+    exported = tmp_path / "shared"
+    for words in ([], ["bits=4"], ["bits=2"]):
+        shutil.rmtree(exported, ignore_errors=True)
+        assert command("export", f"checkpoint={run}", f"out={exported}", *words) == 0
+        assert invformer.load(exported).evaluation is None
+        assert command("evaluate", f"checkpoint={exported}", *few) == 0
+        assert invformer.load(exported).evaluation is not None
+
+
+def test_an_export_killed_anywhere_is_no_model_and_the_same_export_completes_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, write = invformer.load(run), Path.write_bytes
+    for count in range(4):
+        left = [write] * count
+        monkeypatch.setattr(Path, "write_bytes", lambda *args, left=left: left.pop()(*args))
+        with pytest.raises(IndexError):  # nothing handles it, as nothing handles kill -9
+            model.export(tmp_path)
+        with pytest.raises(CheckpointError):
+            invformer.load(tmp_path)
+    monkeypatch.undo()
+    model.export(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+    assert invformer.load(tmp_path).certificate == model.certificate
 
 
 # --- exports that somebody made to do harm -------------------------------------------------------
