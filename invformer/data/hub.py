@@ -1,14 +1,11 @@
 """Corpora on the Hugging Face Hub, by ``datasets``, which keeps them for the next time."""
 
-import hashlib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from invformer.data.corpus import as_bytes
-from invformer.errors import DataError, StorageError
+from invformer.errors import DataError
 from invformer.processes.contained import one_line
-from invformer.runs.files import replace_file
 
 TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
 # The repository and configuration of each corpus. Where the main branch is a loading script, which
@@ -50,7 +47,6 @@ def read(name: str) -> tuple[dict[str, str], str]:
             "data.name=python_docs, or set HF_HUB_OFFLINE=1 if it was downloaded before (and "
             "delete what was downloaded if it is damaged)"
         ) from None
-    refuse_changed_cache(source, tables, texts.values())
     return texts, source
 
 
@@ -60,31 +56,6 @@ def reach(repository: str) -> None:
 
     if not constants.HF_HUB_OFFLINE:
         HfApi().dataset_info(repository, timeout=TIMEOUT)
-
-
-def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None:
-    """Compare what ``datasets`` has kept with what it was when it was first read.
-
-    The library does not look: a changed byte in its cache is a changed text. The hash lies in the
-    folder of the tables, and is deleted with them.
-    """
-    files = next(iter(tables.values())).cache_files
-    if not files:
-        return
-    folder = Path(files[0]["filename"]).parent
-    record = folder / "invformer.sha256"
-    found = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    try:
-        if not record.exists():
-            replace_file(record, found)
-        known = record.read_text(encoding="ascii")
-    except (OSError, StorageError):  # a cache that belongs to somebody else is not guarded
-        return
-    if known != found:
-        raise DataError(
-            f"{source}: the copy in {folder} is not what it was when it was first read (SHA-256 "
-            f"{known[:12]}…, now {found[:12]}…); delete that folder to load it anew"
-        )
 
 
 def rows_to_text(name: str, rows: Iterable[Any]) -> str:

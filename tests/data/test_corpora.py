@@ -317,7 +317,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_byte_that_changed_in_the_cache_is_noticed(
+def test_a_damaged_copy_of_the_hub_is_one_line(
     tables: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
@@ -327,14 +327,8 @@ def test_a_byte_that_changed_in_the_cache_is_noticed(
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: load("parquet", data_files=files))
     monkeypatch.setattr(hub, "reach", lambda repository: None)
     config = DataConfig(name="tiny_shakespeare")
-    corpus = read_corpus(config)
+    read_corpus(config)
     (kept,) = (tables / "cache").rglob("parquet-train.arrow")
-    content = kept.read_bytes()
-    kept.write_bytes(content.replace(b"text of train", b"text 0f train", 1))
-    with pytest.raises(DataError, match="is not what it was when it was first read"):
-        read_corpus(config)
-    kept.write_bytes(content)
-    assert read_corpus(config).sha256 == corpus.sha256
-    kept.write_bytes(content[:900])
+    kept.write_bytes(kept.read_bytes()[:900])
     with pytest.raises(DataError, match=r"cannot be loaded .*delete what was"):
         read_corpus(config)
