@@ -26,8 +26,8 @@ def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
     (folder / "other.txt").write_text("Жж" * 40, encoding="utf-8")
     other = ["data=text_file", f"data.path={folder / 'other.txt'}", "data.split=all"]
     report = evaluated(folder / "a", *other)
-    assert report["num_characters"] == 160
-    assert report["data"]["unknown_rate"] == 0
+    assert report.num_characters == 160
+    assert report.data.unknown_rate == 0
 
 
 def test_a_replacement_character_is_one_that_a_vocabulary_may_lack() -> None:

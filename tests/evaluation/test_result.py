@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 
 @pytest.mark.parametrize("words", [(), ("model=dot_product",), ("model=causal_bounded",)])
 def test_an_evaluation_comes_back_from_its_file(tmp_path: Path, words: tuple[str, ...]) -> None:
-    found = Saved(tmp_path, *words).evaluated("evaluate.lipschitz_steps=2")
+    found = Saved(tmp_path, *words).evaluated()
     if found.inversion:  # JSON has no infinity
         found = replace(found, inversion=replace(found.inversion, error_bound=math.inf))
     write_json(found.to_json(), tmp_path / "found.json")
@@ -29,7 +29,7 @@ def test_an_evaluation_comes_back_from_its_file(tmp_path: Path, words: tuple[str
 
 
 def test_a_file_of_0_1_is_read_and_one_of_something_else_is_not(tmp_path: Path) -> None:
-    found = Saved(tmp_path).evaluated("evaluate.lipschitz_steps=2")
+    found = Saved(tmp_path).evaluated()
     kept = found.to_json()
     old = {**kept, "perf": {"forward_characters_per_second": 9.0}}
     tried = old["inversion"].pop("characters_tried")

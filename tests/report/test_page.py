@@ -71,7 +71,7 @@ def test_a_page_has_the_name_of_its_run_and_the_constants_that_are_proven(
     found = page(named, {})
     assert "<title>sums, step 3, on text_file, val</title>" in found
     assert "frobenius" not in Elements(found).text
-    causal = Saved(tmp_path, "model=causal_bounded").evaluated("evaluate.lipschitz_steps=2")
+    causal = Saved(tmp_path, "model=causal_bounded").evaluated()
     norms = [name for name, _ in certified_first(causal)]
     assert norms == ["diagonal_block", "token_max", "frobenius"]
 
@@ -101,7 +101,7 @@ def test_every_kind_of_model_has_a_page_with_and_without_measurements(
 ) -> None:
     torch.set_default_dtype(torch.float32)
     saved = Saved(tmp_path, *words)
-    report = saved.evaluated("evaluate.lipschitz_steps=2")
+    report = saved.evaluated()
     assert says in Elements(page(report, {})).text
     without = replace(report, local_lipschitz={}, inversion=None)
     text = Elements(page(without, {})).text

@@ -51,8 +51,9 @@ def save_run(
 
 
 def evaluated(path: Path, *words: str) -> Evaluation:
-    """The report of evaluate.py on a checkpoint."""
-    config = load_config([f"checkpoint={path}", *words], EvaluateConfig)
+    """The report of evaluate.py on a checkpoint, quick unless the words ask for more."""
+    quick = ("evaluate.lipschitz_steps=2", "evaluate.inversion_sequences=1")
+    config = load_config([f"checkpoint={path}", *quick, *words], EvaluateConfig)
     checkpoint = find_checkpoint(path)
     model = opened(checkpoint, "cpu")
     return evaluate(model.network, model.vocabulary, model.config, checkpoint, config)

@@ -45,7 +45,7 @@ def test_a_run_starts_with_the_model_of_another_and_is_continued_and_evaluated(
     assert again.resume is not None
     fit(again)
     report = evaluated(trained / "b", "evaluate.lipschitz_sequences=0")
-    assert report["data"]["same_as_training"]
+    assert report.data.same_as_training
 
 
 def test_a_text_that_the_vocabulary_does_not_cover_is_refused_by_its_characters(
