@@ -188,7 +188,7 @@ class CharLanguageModel(L.LightningModule):
     def refuse_lost_update(self) -> None:
         """Raise NonFiniteError if an update so far was not finite; waits for the device."""
         data = getattr(self.trainer, "datamodule", None)
-        self.guard.refuse(data and data.windows_of)
+        self.guard.refuse(getattr(data, "windows_of", None))
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then every σ̄ that they are divided by."""

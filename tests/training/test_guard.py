@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -210,4 +211,7 @@ def test_skipped_updates_are_never_saved(folder: Path) -> None:
     run.trainer.datamodule = run.data
     run.data.trainer = run.trainer
     with pytest.raises(NonFiniteError, match="step 4: the loss"):
+        refuse({})
+    run.trainer.datamodule = L.LightningDataModule()  # a user's own, which names no windows
+    with pytest.raises(NonFiniteError, match=r"the loss \(nan\) is not finite; the update was not"):
         refuse({})
