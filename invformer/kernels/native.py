@@ -31,8 +31,9 @@ SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 FORMATS = (torch.float32, torch.float64)
-# A compiler that takes longer is given up; it usually takes about ten seconds.
-PATIENCE_S = 120
+# A compiler that takes longer to describe the processor, or to compile, is given up. Compiling
+# usually takes about ten seconds; on a busy machine it took 193.
+ANSWER_S, COMPILATION_S = 60, 600
 
 
 def is_available() -> bool:
@@ -119,7 +120,7 @@ def _load() -> ctypes.CDLL:
         with suppress(OSError):
             if kept.stem == f"{stem}-{_digest(kept)}":  # a truncated file would end the process
                 return ctypes.CDLL(str(kept))
-    log.warning("compiling for this processor, once; this may take a minute")
+    log.warning("compiling for this processor, once; this may take minutes")
     return ctypes.CDLL(str(_compile(command, folder, stem)))
 
 
@@ -134,7 +135,7 @@ def _compiler() -> str:
 
 def _fingerprint(command: list[str]) -> str:
     """A digest of the source, the flags and the compiler's macros for this processor."""
-    macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+    macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull], ANSWER_S)
     parts = (*(source.read_text("utf-8") for source in SOURCES), " ".join(command), macros)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -160,7 +161,7 @@ def _compile(command: list[str], folder: Path, stem: str) -> Path:
     os.close(handle)
     try:
         units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-        _run([*command, "-shared", *units, "-o", unfinished])
+        _run([*command, "-shared", *units, "-o", unfinished], COMPILATION_S)
         with open(unfinished, "rb") as file:
             os.fsync(file.fileno())
         target = folder / f"{stem}-{_digest(Path(unfinished))}.so"
@@ -174,12 +175,12 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], seconds: float) -> str:
     """The output of a command; OSError with its first error if it failed."""
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", env=english,
-        stdin=subprocess.DEVNULL, timeout=PATIENCE_S,
+        stdin=subprocess.DEVNULL, timeout=seconds,
     )  # fmt: skip
     if done.returncode:
         lines = done.stderr.splitlines()

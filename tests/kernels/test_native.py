@@ -137,11 +137,13 @@ def test_a_compiler_that_fails_says_why(
     assert native.complaint() == f"{tmp_path}/c++ failed: x.cpp:1: error: no such luck"
 
 
+@pytest.mark.parametrize(("limit", "flag"), [("ANSWER_S", "-dM"), ("COMPILATION_S", "-shared")])
 def test_a_compiler_that_hangs_is_none(
-    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+    limit: str, flag: str, tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "PATIENCE_S", 0.2)
-    install(tmp_path / "c++", "#!/bin/sh\nexec sleep 60\n", monkeypatch)
+    monkeypatch.setattr(native, limit, 0.2)
+    hanging = f'#!/bin/sh\ncase "$*" in *{flag}*) exec sleep 60 ;; esac\n'
+    install(tmp_path / "c++", hanging, monkeypatch)
     assert "timed out after 0.2 seconds" in (native.complaint() or "")
 
 
