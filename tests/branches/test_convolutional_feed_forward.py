@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from invformer.branches.feed_forward.activations import ACTIVATION_SLOPE, ACTIVATIONS
-from invformer.branches.feed_forward.feed_forward import (
-    ContractiveFeedForward,
-    FeedForward,
-)
+from invformer.branches.feed_forward.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.lipschitz.local_bounds import local_bound
 from invformer.numerics.norms import NORMS
 from invformer.numerics.token_shift import advance, delay

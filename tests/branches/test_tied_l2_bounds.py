@@ -19,7 +19,6 @@ from tests.support.problems import (
     norm_from_below,
     of_one_layer,
     plain_bias,
-    random_problem,
     two_headed_problem,
     two_sided_gain,
     two_sided_problem,
@@ -141,13 +140,6 @@ def test_heads_that_write_nothing_cost_nothing() -> None:
     assert token_max_bound(w_q, 0 * g, log_mass_of(10)) == pytest.approx(0, abs=1e-300)
 
 
-def test_shared_masses_may_be_given_once() -> None:
-    problem = random_problem(0, 3, 2, 6, causal=True)
-    rows = problem.log_mass_per_row()
-    for bound, mass in ((token_max_bound, rows[:, -1]), (frobenius_bound, rows)):
-        assert bound(problem.w_q, problem.g, mass[:1]) == bound(problem.w_q, problem.g, mass)
-
-
 @pytest.mark.parametrize("bias", [-1e7, 3.0, 1e7])
 def test_the_gap_of_a_large_position_bias_is_not_below_the_exact_one(bias: float) -> None:
     position = RelativePositionBias(1, 1024)
@@ -166,17 +158,6 @@ def test_weights_that_are_not_finite_get_an_infinite_bound(where: str) -> None:
     assert entry_max_bound(w_q, g, rows[:, -1]) == math.inf
     assert causal_bound(w_q, g, rows[:, -1]) == math.inf
     assert frobenius_bound(w_q, g, rows) == math.inf
-
-
-@pytest.mark.wrong_shapes
-def test_masses_that_do_not_fit_the_heads_are_refused() -> None:
-    w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
-    with pytest.raises(ValueError, match="one or 2"):
-        token_max_bound(w_q, g, torch.zeros(3))
-    with pytest.raises(ValueError, match="one or 2"):
-        frobenius_bound(w_q, g, torch.zeros(3, 7))
-    with pytest.raises(ValueError, match="float64"):
-        causal_bound(w_q, g, torch.zeros(2, dtype=torch.float32))
 
 
 def test_entry_max_needs_root_d_and_the_sum_of_the_heads() -> None:

@@ -1,9 +1,9 @@
 """python -m tests.gpu.accept --out DIR: what a GPU machine runs first; under eight minutes.
 
 Each check writes its rows to DIR/accept.jsonl and DIR/accept.md as it ends, so that a cut leaves
-the rest. It needs torch 2.11 or newer, Python 3.11 or newer, no network, and the wheels that
-``--wheels`` lists. ``--train TEXT`` is a run of its own: nine minutes of nanoGPT's Shakespeare
-configuration. On a processor everything is tiny and CUDA's rules are emulated: a smoke test.
+the rest. It needs torch 2.11 or newer, Python 3.11 or newer, and no network. ``--train TEXT`` is a
+run of its own: nine minutes of nanoGPT's Shakespeare configuration. On a processor everything is
+tiny and CUDA's rules are emulated: a smoke test.
 """
 
 import argparse
@@ -30,31 +30,15 @@ CHECKS = (
 )  # fmt: skip
 SECONDS, TRAIN_SECONDS = 470.0, 540.0
 NANOGPT = 1.4697  # nats, nanoGPT's README: its best validation loss at this size
-# All that is imported beside torch and what comes with it.
-WHEELS = (
-    "jaxtyping", "wadler-lindig", "lightning", "lightning-utilities", "torchmetrics", "omegaconf",
-    "pyyaml", "safetensors", "fsspec", "packaging", "tqdm", "numpy", "matplotlib", "contourpy",
-    "cycler", "fonttools", "kiwisolver", "pillow", "pyparsing", "python-dateutil", "tzdata",
-)  # fmt: skip
-DOWNLOAD = (
-    "pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 "
-    "--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --no-deps "
-    "--dest wheels -c constraints.txt"
-)
-INSTALL = "pip install --no-index --no-deps wheels/*.whl"  # lightning asks for more than it needs
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.accept", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the table")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the table")
     parser.add_argument("--train", type=Path, metavar="TEXT", help="tiny Shakespeare, one file")
-    parser.add_argument("--wheels", action="store_true", help="print what to take along, and end")
     parser.add_argument("--only", default="", help="checks whose name contains this")
-    args = parser.parse_args()
-    if args.out is None and not args.wheels:
-        parser.error("--out DIR is missing")
-    return args
+    return parser.parse_args()
 
 
 def check_all(machine: Machine, report: Report, only: str) -> None:
@@ -113,10 +97,6 @@ def train(machine: Machine, report: Report, text: Path) -> None:
 def main() -> int:
     """1 if a row failed."""
     args = parse()
-    if args.wheels:
-        print(DOWNLOAD, *WHEELS)
-        print(INSTALL)
-        return 0
     leave_new_memory_unfilled()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "accept.jsonl").unlink(missing_ok=True)

@@ -2,10 +2,14 @@
 
 import math
 
+import pytest
 import torch
 
+from invformer.kernels.attention import choose
 from invformer.numerics.l2_attention import l2_attention
+from invformer.weights.position_bias import CausalMask
 from tests.gpu.emulation import cuda_rules
+from tests.gpu.machine import failed
 from tests.support.host_syncs import waits
 
 
@@ -35,3 +39,13 @@ def test_all_that_waits_for_a_device_is_seen() -> None:
     with waits() as found:
         x.where(x > 1, 0).add_(1)[1:].sum()
     assert not found
+
+
+def test_a_kernel_that_does_not_run_here_has_a_row_that_says_why() -> None:
+    meta = torch.zeros(1, 1, 4, 2, device="meta", dtype=torch.float32)
+    with pytest.raises(ValueError, match="is for NVIDIA GPUs") as caught:
+        choose("triton", meta, CausalMask(4).logit_bias(4))
+    row = failed("gradients", "l2, triton", caught.value)
+    assert row.verdict == "not run"
+    assert "it is for NVIDIA GPUs" in row.note
+    assert failed("gradients", "l2, math", ValueError("wrong")).verdict == "FAIL"

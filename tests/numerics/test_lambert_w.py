@@ -59,17 +59,6 @@ def test_vmap_and_forward_mode_give_the_same() -> None:
     torch.testing.assert_close(tangent, g / (1 + g))
 
 
-@pytest.mark.compiles
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_compile_traces_both_forms_without_a_break() -> None:
-    def both(log_n: Tensor) -> Tensor:
-        return phi_inverse_from_log(log_n) + causal_gain_from_log(log_n)
-
-    log_n = torch.tensor([-math.inf, -3.0, 0.0, 5.0])
-    compiled = torch.compile(both, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(log_n), both(log_n))
-
-
 def test_the_lemma_is_attained_and_never_exceeded() -> None:
     """max_s Σ P s = g(n) with weights ∝ e^{b − s} and a self token ∝ 1, at s = 1 + g."""
     biases = torch.tensor([0.5, -1.0, 2.0, 0.0])

@@ -1,6 +1,6 @@
 """kill -9 at random times and places over three epochs: the same losses, the same final state.
 
-The long version is ``python -m tests.long.kill_resume``.
+The long version is ``python -m tests.support.kills``.
 """
 
 from pathlib import Path

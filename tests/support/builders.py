@@ -6,11 +6,7 @@ from typing import Any
 
 import torch
 
-from invformer.assemble.model import (
-    build_invertible_stack,
-    build_model,
-    build_pre_norm_stack,
-)
+from invformer.assemble.model import build_invertible_stack, build_model, build_pre_norm_stack
 from invformer.config.load import load_config
 from invformer.config.schema import ModelConfig
 from invformer.nn import CausalMask, RelativePositionBias, VisibilityMask

@@ -1,14 +1,20 @@
-"""kill -9 at random, and the same command again, until the run is done."""
+"""kill -9 at random, and the same command again, until the run is done.
 
+``python -m tests.support.kills`` does it to hundreds of runs of three epochs.
+"""
+
+import argparse
 import os
 import random
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.small_runs import CONTRACTIVE, DROPOUT, difference, options
+from tests.support.small_runs import CONTRACTIVE, DROPOUT, difference, options, write_text
 from tests.support.zygote import Zygote
 
 FAST = "tests.support.small_runs:without_plots"
@@ -96,3 +102,44 @@ def kill_and_resume(
     else:
         done.failure = difference(reference, root / name)
     return done
+
+
+def main() -> int:
+    """Kill and continue hundreds of runs, print what differs and a summary; 1 if any differed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.kills", description=__doc__)
+    parser.add_argument("--runs", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    chosen = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="invformer-kills-"))
+    write_text(root)
+    zygote = Zygote(root)
+    began = time.monotonic()
+    runs = kills = differing = 0
+    try:
+        seconds = undisturbed(zygote, root)
+        while runs < chosen.runs and time.monotonic() - began < 60 * chosen.minutes:
+            seed = 1_000_003 * chosen.seed + runs
+            chance = random.Random(seed)
+            model, name = chance.choice(list(MODELS)), f"run-{runs}"
+            killed = kill_and_resume(
+                zygote, root, name, root / model, model=MODELS[model],
+                kills=chance.randint(1, 4), seconds=seconds[model], seed=seed,
+            )  # fmt: skip
+            runs, kills = runs + 1, kills + killed.kills
+            if killed.failure is None:
+                shutil.rmtree(root / name)
+            else:
+                differing += 1
+                print(f"{root / name} ({model}, seed {seed}): {killed}", flush=True)
+    finally:
+        zygote.close()
+    minutes = (time.monotonic() - began) / 60
+    print(f"{runs} runs, {kills} kills, {differing} differ, {minutes:.1f} minutes")
+    if not differing:
+        shutil.rmtree(root)
+    return min(differing, 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
