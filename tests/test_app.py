@@ -123,14 +123,12 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_checkpoint("~/missing")
 
 
-def test_training_works_from_a_shell_and_names_the_command_that_evaluates_it(
+def test_a_training_names_the_command_that_evaluates_it(
     tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = f"run.root={tmp_path / 'my runs'}"
-    done = python(str(ROOT / "train.py"), *options(tmp_path, root), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert command("train", *options(tmp_path, f"run.root={tmp_path / 'my runs'}")) == 0
     run = tmp_path / "my runs" / "a"
-    (said,) = re.findall("python evaluate.py (.*)", done.stdout)
+    (said,) = re.findall("python evaluate.py (.*)", capsys.readouterr().out)
     assert command("evaluate", *shlex.split(said)) == 0
     out = capsys.readouterr().out
     report = json.loads((run / "evaluation.json").read_text())

@@ -42,11 +42,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=[None, 4])
-def exported(run: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+@pytest.fixture(scope="module", params=[None, 4])
+def whole(run: Path, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Path:
     """Its export, with and without rounding."""
-    invformer.load(run).export(tmp_path / "shared", bits=request.param)
-    return tmp_path / "shared"
+    folder = tmp_path_factory.mktemp("whole") / "shared"
+    invformer.load(run).export(folder, bits=request.param)
+    return folder
+
+
+@pytest.fixture
+def exported(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(whole, tmp_path / "shared")
+
+
+not_rounded = pytest.mark.parametrize("whole", [None], indirect=True)
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
@@ -159,7 +169,6 @@ def one_nan(weights: dict[str, torch.Tensor]) -> None:
     weights[name].view(-1)[0] = torch.nan
 
 
-OTHERS = range(0x10000, 0x60000)
 ATTACKS: dict[str, Callable[[Path, Path], Any]] = {
     **{f"{n} cut short": put(n, lambda content: content[:-9]) for n in (MODEL, WEIGHTS)},
     "no safetensors": put(WEIGHTS, b"{}"),
@@ -214,6 +223,7 @@ OLD_ATTACKS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
+@not_rounded
 @pytest.mark.parametrize("name", OLD_ATTACKS)
 def test_a_hostile_export_of_0_1_is_refused_in_one_line(exported: Path, name: str) -> None:
     old = exported.with_name("old")
@@ -237,6 +247,7 @@ def test_a_certificate_that_the_weights_do_not_have_is_refused(exported: Path) -
         invformer.load(exported)
 
 
+@not_rounded
 def test_a_path_that_an_export_names_is_read_only_if_it_is_the_text_of_the_training(
     exported: Path, tmp_path: Path, run: Path
 ) -> None:
@@ -255,6 +266,7 @@ def test_a_path_that_an_export_names_is_read_only_if_it_is_the_text_of_the_train
 # --- in Lightning --------------------------------------------------------------------------------
 
 
+@not_rounded
 def test_the_lightning_module_opens_our_folders_without_arguments(
     run: Path, exported: Path, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from tests.support.builders import contractive_model, random_tokens
 from tests.support.small_runs import built, options, own_trainer
 
 SIZES = ("data.seq_len=16", "data.batch_size=4", "model.d_model=24", "model.num_layers=2")
-STEPS = ("trainer.max_steps=6", "trainer.val_every=3", "optim.ema_decay=0.9")
+STEPS = ("trainer.max_steps=4", "trainer.val_every=2", "optim.ema_decay=0.9")
 MODELS = {
     "contractive_l2": ("monitor.every=2",),
     "contractive_bounded": ("model.strictly_causal=true", "optim.name=muon"),
