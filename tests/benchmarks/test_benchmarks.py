@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks import __main__ as program
 from benchmarks import peak_memory, recipes, run, tasks, timing
 from benchmarks.models import ATTENTIONS, MODELS, Case, build, windows
-from benchmarks.plots import growth, plot_growth
+from benchmarks.plots import growth
 from benchmarks.table import HEAD, line, table
 from benchmarks.table import main as print_table
 from benchmarks.timing import Spread, in_turns, paired
@@ -54,17 +54,24 @@ def refusal(
     return refusal
 
 
-def test_every_task_of_every_model_has_a_row(rows: list[dict]) -> None:
+def test_every_task_of_every_model_has_a_row_in_the_table_of_rates_of_the_same_turns(
+    rows: list[dict],
+) -> None:
     found = {(row["task"], row["variant"]) for row in rows}
-    assert {("train", model) for model in MODELS} <= found
-    assert {("evaluate", model) for model in MODELS} <= found
-    assert {("generate", "dot_product"), ("generate-together", "contractive_l2")} <= found
-    assert {
-        ("invert", "picard"),
-        ("invert", "picard-without-evidence"),
-        ("train", "contractive_l2+monitor16"),
-    } <= found
-    assert len({row["id"] for row in rows}) == len(rows)
+    assert found >= {(task, model) for task in ("train", "evaluate") for model in MODELS} | {
+        ("generate", "dot_product"), ("generate-together", "contractive_l2"), ("invert", "picard"),
+        ("invert", "picard-without-evidence"), ("train", "contractive_l2+monitor16"),
+    }  # fmt: skip
+    for row in rows:
+        median, low, high = row["characters_per_second"]
+        assert 0 < low <= median <= high
+        assert row["turns"] >= 3
+        assert row["variant"] not in row["times_as_fast_as"]
+    *head, lines = [*HEAD, table({"rows": rows}).splitlines()]
+    assert lines[:2] == head
+    ids = [text.split(" | ")[0].removeprefix("| ") for text in lines[2:]]
+    assert ids == [row["id"] for row in rows]
+    assert len({*ids}) == len(ids)
 
 
 def test_a_results_file_has_a_line_for_each_row(rows: list[dict], tmp_path: Path) -> None:
@@ -85,22 +92,6 @@ def test_compiled_steps_have_rows_of_every_model_beside_two_that_are_not_compile
     assert {row["variant"] for row in rows} == {*MODELS, *eager}
     assert {row["task"] for row in rows} == {"train-compiled"}
     assert len(compiled) == len(MODELS) * TINY.num_layers
-
-
-def test_rates_and_ratios_are_of_the_same_turns(rows: list[dict]) -> None:
-    for row in rows:
-        median, low, high = row["characters_per_second"]
-        assert 0 < low <= median <= high
-        assert row["turns"] >= 3
-        assert row["variant"] not in row["times_as_fast_as"]
-
-
-def test_the_table_shows_every_row_under_its_id(rows: list[dict]) -> None:
-    lines = table({"rows": rows}).splitlines()
-    assert tuple(lines[:2]) == HEAD
-    assert [text.split(" | ")[0].removeprefix("| ") for text in lines[2:]] == [
-        r["id"] for r in rows
-    ]
 
 
 def test_all_models_but_the_plain_one_run_on_the_kernel_that_is_asked_for() -> None:
@@ -146,13 +137,6 @@ def test_growth_follows_one_size_while_the_others_are_held_and_takes_the_smalles
     sizes = ((64, 128, 32), (256, 128, 32), (256, 128, 8), (256, 384, 8))
     rows = [training_row("l2", n, d, batch, rate=batch) for n, d, batch in sizes]
     assert growth(rows, "seq_len", "cpu") == {"l2": [(64, 32), (256, 8)]}
-
-
-def test_growth_is_drawn_for_every_model(tmp_path: Path) -> None:
-    rows = [training_row(m, n, 128, 2048 // n, rate=n) for n in (64, 256) for m in MODELS]
-    drawn = list(plot_growth({"rows": rows}, tmp_path / "default.json"))
-    assert drawn
-    assert all(picture.stat().st_size > 0 for picture in drawn)
 
 
 @pytest.mark.slow

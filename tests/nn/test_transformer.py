@@ -147,22 +147,6 @@ def test_prompts_are_continued_together_as_if_every_window_were_encoded_anew(bui
     assert model.generate(prompts[:0], 2, temperature=0).shape == (0, 3, 5)
 
 
-def test_a_full_window_keeps_its_last_half_and_is_encoded_once() -> None:
-    model = trained_a_little(contractive_model())
-    encoded: list[int] = []
-    extend = model.extend
-
-    def counting(tokens: torch.Tensor, *others) -> torch.Tensor:
-        encoded.append(tokens.shape[-1])
-        return extend(tokens, *others)
-
-    model.extend = counting  # type: ignore[method-assign]
-    model.generate(random_tokens(1)[0, :3], 2 * SEQ_LEN)
-    fresh = [3, *[1] * (SEQ_LEN - 3)]
-    again = [SEQ_LEN // 2, *[1] * (SEQ_LEN // 2)]
-    assert encoded == (fresh + again + again + again)[: 2 * SEQ_LEN]
-
-
 def test_generation_drops_nothing_out_and_leaves_every_mode_as_it_was() -> None:
     model = trained_a_little(contractive_model())
     prompt = random_tokens(1)[0, :3]
