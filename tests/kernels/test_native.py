@@ -106,27 +106,20 @@ def test_processes_that_compile_at_once_do_not_disturb_each_other(
     assert [path.suffix for path in kept.iterdir()] == [".so"]
 
 
-def test_code_that_others_could_have_put_there_is_not_run(compiler: Path, kept: Path) -> None:
-    kept.mkdir(parents=True)
+@pytest.mark.parametrize("make", [lambda folder: folder.mkdir(0o777), Path.touch])
+def test_code_that_others_could_have_put_there_is_not_run_nor_is_any_left_in_their_place(
+    make: Callable[[Path], None], compiler: Path, kept: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kept.parent.mkdir()
+    make(kept)
     kept.chmod(0o777)
-    assert complaint_of_another_process() is None
-    assert complaint_of_another_process() is None
-    assert times_compiled(compiler) == 2
-    assert not list(kept.iterdir())
-
-
-def test_without_a_place_to_keep_it_each_process_compiles_for_itself(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    (scratch := tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     assert complaint_of_another_process() is None
     assert complaint_of_another_process() is None
     assert times_compiled(compiler) == 2
-    assert not list(scratch.iterdir())
+    assert not [*kept.glob("*"), *scratch.iterdir()]
 
 
 def test_a_compiler_that_fails_says_why(
