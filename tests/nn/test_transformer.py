@@ -74,7 +74,8 @@ def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
 @pytest.mark.parametrize(
     ("build", "autocast"),
     [
-        *((build, False) for build in CONTRACTIVE),
+        (contractive_model, False),
+        (model_of_the_past, False),
         (partial(contractive_model, input_radius=1.0), False),
         (scaled_model, True),
     ],
