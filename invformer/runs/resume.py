@@ -8,7 +8,7 @@ compared with the one that this program would have at that step.
 import logging
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -52,7 +52,6 @@ MONITORS = {"Alarm", "LipschitzMonitor"}  # Lightning's keys of what may begin a
 # The tensors kept for each parameter, all of which have gradients.
 MEMORY_OF_ADAMW, MEMORY_OF_MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 RATES = {"lr", "_last_lr"}  # of now; they depend on how many steps are asked for by now
-DATA = "TextDataModule"  # Lightning's key for the sampler's position
 
 log = logging.getLogger(__name__)
 
@@ -172,59 +171,38 @@ def is_complete(checkpoint: Checkpoint | None, options: TrainerConfig) -> bool:
 
 
 def require_own_state(
-    trainer: L.Trainer,
-    saved: Mapping[str, Any],
-    fresh: Optimizer,
-    schedule: LRScheduler,
-    accumulate: int,
+    trainer: L.Trainer, saved: Mapping[str, Any], fresh: Optimizer, schedule: LRScheduler
 ) -> None:
     """Raise CheckpointError if a state is not as this program's own after as many steps.
 
     Callbacks check their own memory. ``saved`` is the checkpoint as Lightning holds it; the
-    optimiser and its schedule are those that the configuration makes; a step had ``accumulate``
-    batches.
+    optimiser and its schedule are those that the configuration makes.
     """
     step = saved["global_step"]
-    batches = step * accumulate
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     own = {c.state_key for c in callbacks if type(c).state_dict is not L.Callback.state_dict}
     names = [sorted({*states} - MONITORS) for states in (saved["callbacks"], own)]
-    position = trainer.datamodule.state_dict()  # type: ignore[attr-defined]
-    loop = saved["loops"].get("fit_loop")
     at_step = schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1}
     parts = {
         "callbacks": tuple(names),
-        "loops": (outline(loop, type), outline(trainer.fit_loop.state_dict(), type)),
-        "position": (outline(saved[DATA], type), outline(position, type)),
         "optimiser": (outline(saved["optimizer_states"]), outline([with_memory(fresh, step)])),
         "schedule": (outline(saved["lr_schedulers"]), outline([at_step])),
     }
-    differing = next((name for name, (there, here) in parts.items() if there != here), None)
-    if differing is None:
-        steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-        counted = loop["epoch_loop.batch_progress"]
-        at = (
-            steps["total"]["completed"], saved[DATA]["global_step"],
-            counted["total"]["completed"], counted["current"]["completed"],
-        )  # fmt: skip
-        differing = None if at == (step, step, batches, batches) else "the step of its loops"
-    if differing:
-        raise CheckpointError(differing)
+    for name, (there, here) in parts.items():
+        if there != here:
+            raise CheckpointError(name)
 
 
-def outline(tree: Any, of_value: Callable[[Any], Any] = lambda value: value) -> Any:
-    """What a nested state keeps as a run goes on: all but rates and tensors' values.
-
-    Of any other value it keeps ``of_value``, such as the type of a counter.
-    """
+def outline(tree: Any) -> Any:
+    """What a nested state keeps as a run goes on: all but rates and tensors' values."""
     match tree:
         case Mapping():
-            return {k: outline(item, of_value) for k, item in tree.items() if k not in RATES}
+            return {key: outline(item) for key, item in tree.items() if key not in RATES}
         case list() | tuple():
-            return [outline(item, of_value) for item in tree]
+            return [outline(item) for item in tree]
         case torch.Tensor():
             return tree.shape
-    return of_value(tree)
+    return tree
 
 
 def with_memory(optimizer: Optimizer, step: int) -> dict[str, Any]:

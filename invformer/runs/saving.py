@@ -18,7 +18,6 @@ from invformer.processes.contained import in_background
 from invformer.runs.checkpoint import CHANGES, keep_only, name_for, open_checkpoint
 from invformer.runs.files import require_lock
 from invformer.runs.resume import (
-    DATA,
     follow_schedule,
     require_own_state,
     take_settings,
@@ -26,6 +25,7 @@ from invformer.runs.resume import (
 from invformer.runs.writing import encode, write_directory
 
 GRACE = 60.0  # seconds for writing the last checkpoint of a run that fails
+DATA = "TextDataModule"  # Lightning's key for the sampler's position
 METADATA = "invformer"  # where a run puts what ``model.json`` says
 
 
@@ -118,8 +118,7 @@ class Checkpoints(L.Callback):
         changes = module.metadata.get(CHANGES)
         if changes and changes[-1]["step"] == checkpoint["global_step"]:
             take_settings(checkpoint, fresh, schedule)
-        accumulate = checkpoint[METADATA]["config"]["trainer"].get("accumulate", 1)
-        require_own_state(trainer, checkpoint, fresh, schedule, accumulate)
+        require_own_state(trainer, checkpoint, fresh, schedule)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, where it is, and how many were validated since."""
