@@ -207,7 +207,7 @@ def test_skipped_updates_are_never_saved(folder: Path) -> None:
     run = run_of(folder, *DROPOUT)
     refuse: Callable[[dict], None] = run.module.on_save_checkpoint
     inspect(run.module.guard, 4, NAN, *(0.5 for _ in run.module.model.parameters()))
-    run.module._trainer = run.trainer
+    run.module.trainer = run.trainer
     run.trainer.datamodule = run.data
     run.data.trainer = run.trainer
     with pytest.raises(NonFiniteError, match="step 4: the loss"):
