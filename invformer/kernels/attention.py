@@ -38,6 +38,7 @@ from invformer.kernels.native_attention import (
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import PerHead, l2_attention, with_lengths
 from invformer.numerics.precision import at_least_single, without_autocast
+from invformer.numerics.private import is_transformed
 from invformer.numerics.token_shift import delay
 
 Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "triton"]
@@ -170,10 +171,8 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False, *others
         raise ValueError(f"unknown attention kernel {kernel!r}: choose one of {get_args(Kernel)}")
     if not q.is_floating_point():
         raise ValueError(f"attention is for floating-point numbers, not {q.dtype}")
-    if not q.is_floating_point():
-        raise ValueError(f"attention is for floating-point numbers, not {q.dtype}")
     by_lag = () if bias.by_lag is None else (bias.by_lag,)
-    if torch._C._are_functorch_transforms_active() or has_tangents(q, *others, *by_lag):
+    if is_transformed() or has_tangents(q, *others, *by_lag):
         return "math"
     on_cpu, is_plain = q.device.type == "cpu", bias.is_zero and not l2
     if kernel == "auto":

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from invformer.numerics.private import foreach_copy_
+
 
 class Replayed:
     """A function of tensors that is launched at its first call, then recorded, then replayed.
@@ -40,7 +42,7 @@ class Replayed:
         pairs = zip(self.arguments, tensors_in(arguments), strict=True)
         if moved := [(held, given) for held, given in pairs if held is not given]:
             held, given = map(list, zip(*moved, strict=True))
-            torch._foreach_copy_(held, given)  # pyright: ignore[reportPrivateImportUsage]
+            foreach_copy_(held, given)
         self.graph.replay()
         return self.result
 

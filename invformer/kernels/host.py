@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch.utils import deterministic
 
 
 def cache_folder() -> Path:
@@ -56,4 +57,4 @@ def leave_new_memory_unfilled() -> None:
     It does so to reveal reads of unwritten memory, at up to 12 % of a step
     (docs/experiments.md). We read none: a test fills it and sees the same bits.
     """
-    torch._C._set_deterministic_fill_uninitialized_memory(False)
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

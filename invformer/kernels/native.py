@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from invformer.kernels.host import cache_folder
+from invformer.numerics.private import constant_when_compiled
 
 log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
@@ -36,13 +37,10 @@ FORMATS = (torch.float32, torch.float64)
 ANSWER_S, COMPILATION_S = 60, 600
 
 
+@constant_when_compiled
 def is_available() -> bool:
     """True if there is compiled code for this processor; the first call may compile it."""
     return complaint() is None
-
-
-# torch.compiler.assume_constant_result does this too, but loads the compiler first (1.5 s).
-is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def complaint() -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from invformer.kernels import native
 from invformer.kernels.native import pointer
+from invformer.numerics.private import is_transformed
 from invformer.numerics.spectral_norm import tall_side
 
 
@@ -29,8 +30,8 @@ def can_take(weights: Sequence[Tensor]) -> bool:
     """True if there is compiled code for these matrices, and they occupy the threads."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return False  # which would keep the result as a constant
-    if torch._C._are_functorch_transforms_active():
-        return False  # their tensors have no memory
+    if is_transformed():
+        return False
     alike = len({w.dtype for w in weights}) == 1 and weights[0].dtype in native.FORMATS
     whole = all(
         native.is_readable(w) and w.numel() and (w.is_contiguous() or w.mT.is_contiguous())

@@ -25,6 +25,7 @@ from invformer.kernels.native_attention import (
     token_by_token,
     with_channels_together,
 )
+from invformer.numerics.private import constant_when_compiled
 
 MOST_CHANNELS = 128
 # The bias's gradient is summed by about so many programs, if there are enough samples.
@@ -47,13 +48,10 @@ def complaint(device: torch.device) -> str | None:
     return None
 
 
+@constant_when_compiled
 def is_available(device: torch.device) -> bool:
     """True if there is Triton."""
     return complaint(device) is None
-
-
-# torch.compile takes the answer as a constant, as for ``native``.
-is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def can_take(q: Tensor) -> bool:

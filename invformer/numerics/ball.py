@@ -14,6 +14,7 @@ from torch import Tensor
 from invformer.numerics.l2_attention import AttentionWeights, DenseBias, PerHead
 from invformer.numerics.norms import Tokens
 from invformer.numerics.precision import at_least_single, without_autocast
+from invformer.numerics.private import is_transformed
 
 
 class BallPoint(NamedTuple):
@@ -66,7 +67,7 @@ def into_ball(x: Tokens, radius: float | None) -> Tokens:
     """
     if radius is None:
         return x
-    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+    if torch.is_grad_enabled() and not is_transformed():
         mapped: Tensor = IntoBall.apply(x, radius)
         # Cast out here: torch 2.11 compiles wrong gradients if ``forward`` returns another name of
         # a tensor that it made, as ``to`` does where there is nothing to cast (pytorch#180642).

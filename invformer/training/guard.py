@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.errors import NonFiniteError
+from invformer.numerics.private import foreach_norm
 
 
 class UpdateGuard:
@@ -27,7 +28,7 @@ class UpdateGuard:
         self, step: int, loss: Tensor, gradients: Mapping[str, Tensor]
     ) -> Float[Tensor, ""]:
         """Look at the update of a step; returns the Euclidean norm of all gradients together."""
-        each = torch._foreach_norm(list(gradients.values()))  # pyright: ignore[reportPrivateImportUsage]
+        each = foreach_norm(list(gradients.values()))
         norms = torch.stack(each)
         norm = torch.linalg.vector_norm(norms)
         bad = (~(norm + loss).isfinite()).to(norm)

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.kernels import native_matrices
+from invformer.numerics.private import foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sub_
 
 # The quintic that pulls singular values towards one, a few of them quickly (Jordan et al. 2024).
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -39,16 +40,15 @@ def update(group: dict[str, Any], memory: Mapping[Tensor, dict[str, Any]]) -> No
     if not params:
         return
     gradients, averages = [p.grad for p in params], [average_of(p, memory[p]) for p in params]
-    private: Any = torch  # the names of its functions of lists are
-    private._foreach_lerp_(averages, gradients, 1 - group["momentum"])
-    momenta = private._foreach_lerp(gradients, averages, group["momentum"])  # Nesterov's
+    foreach_lerp_(averages, gradients, 1 - group["momentum"])
+    momenta = foreach_lerp(gradients, averages, group["momentum"])  # Nesterov's
     matrices = [as_matrices(m, group["parts"]) for m in momenta]
     directions = [
         as_parameter(d, p.shape)
         for d, p in zip(orthogonalised_together(matrices), params, strict=True)
     ]
-    private._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-    private._foreach_sub_(params, directions, alpha=group["lr"])
+    foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+    foreach_sub_(params, directions, alpha=group["lr"])
 
 
 def average_of(p: Tensor, memory: dict[str, Any]) -> Tensor:

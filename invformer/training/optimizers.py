@@ -9,6 +9,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from invformer.config.schema import OptimConfig
+from invformer.numerics.private import foreach_copy_
 from invformer.training import muon
 
 
@@ -53,7 +54,7 @@ class MuonWithAdamW(Optimizer):
         after = torch.cat([t.flatten() for t in held])
         chosen = torch.where(skip.bool(), before, after).split([t.numel() for t in held])
         values = [c.view_as(t) for c, t in zip(chosen, held, strict=True)]
-        torch._foreach_copy_(held, values)  # pyright: ignore[reportPrivateImportUsage]
+        foreach_copy_(held, values)
         return loss
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from invformer.numerics.private import foreach_lerp_
 from invformer.runs.checkpoint import LEARNING, PREFIX
 from invformer.weights.spectral import refresh_normalisers
 
@@ -45,7 +46,7 @@ class WeightAverage:
         decay = min(self.decay, (step + 1) / (step + 10))
         learning = self.parameters
         kept = [self.kept[name] for name in learning]
-        torch._foreach_lerp_(kept, list(learning.values()), 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+        foreach_lerp_(kept, list(learning.values()), 1 - decay)
 
     @torch.no_grad()
     def use(self, wanted: bool) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from invformer.kernels.normaliser import Normalisation, gram_normalisers
 from invformer.numerics.precision import without_autocast
+from invformer.numerics.private import foreach_copy_
 
 # Entries of output maps start at this size. Normalisation hides it from the function, but not from
 # Adam, whose steps of a fixed size would hardly turn a matrix of large entries.
@@ -70,7 +71,7 @@ def refresh_normalisers(model: nn.Module) -> None:
         for module, each in zip(modules, now, strict=True):
             module.sigma_bound, module.u, module.v = each
     elif held:
-        torch._foreach_copy_(held, found)  # pyright: ignore[reportPrivateImportUsage]
+        foreach_copy_(held, found)
 
 
 def normalised(model: nn.Module) -> list[SpectralNormalised]:

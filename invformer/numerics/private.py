@@ -1,0 +1,34 @@
+"""Names that are private to PyTorch, where it has no public ones.
+
+For their sake pyproject.toml bounds the version of torch.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., bool])
+
+# Functions of lists of tensors, as PyTorch's optimisers use them: on a GPU one launch for all.
+_torch: Any = torch
+foreach_copy_ = _torch._foreach_copy_
+foreach_lerp = _torch._foreach_lerp
+foreach_lerp_ = _torch._foreach_lerp_
+foreach_mul_ = _torch._foreach_mul_
+foreach_norm = _torch._foreach_norm
+foreach_sub_ = _torch._foreach_sub_
+
+
+def is_transformed() -> bool:
+    """True under ``torch.func``, whose tensors have no memory."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Let torch.compile take the answers of a function as constants.
+
+    torch.compiler.assume_constant_result does this too, but loads the compiler first (1.5 s).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
