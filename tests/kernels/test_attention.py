@@ -10,7 +10,6 @@ from torch import Tensor
 
 from invformer.kernels import native
 from invformer.kernels.attention import attend, attend_in_ball, attend_l2, choose, only
-from invformer.kernels.blocked import blocked_attention
 from invformer.kernels.native_attention import (
     native_attention,
     native_attention_backward,
@@ -155,19 +154,14 @@ def test_coincident_tokens_have_finite_derivatives(kernel: str) -> None:
     assert q.grad.isfinite().all()
 
 
+@needs_compiler
 def test_custom_operators_keep_their_promises_to_torch() -> None:
     q, k, v = (torch.randn(2, 2, 40, 4, requires_grad=True) for _ in range(3))
     by_lag = torch.randn(2, 40, requires_grad=True)
-    narrow = torch.randn(2, 2, 40, 3, requires_grad=True)
-    torch.library.opcheck(blocked_attention, (q, k, narrow, by_lag))
-    if native.is_available():
-        torch.library.opcheck(native_attention, (q, k, v, by_lag))
-        torch.library.opcheck(native_attention, (q, None, None, by_lag))
-        z, temperature = (
-            torch.randn(2, 40, 24, requires_grad=True),
-            torch.rand(2, requires_grad=True),
-        )
-        torch.library.opcheck(native_ball_attention, (z, temperature, by_lag, True))
+    torch.library.opcheck(native_attention, (q, k, v, by_lag))
+    torch.library.opcheck(native_attention, (q, None, None, by_lag))
+    z, temperature = torch.randn(2, 40, 24, requires_grad=True), torch.rand(2, requires_grad=True)
+    torch.library.opcheck(native_ball_attention, (z, temperature, by_lag, True))
 
 
 @needs_compiler
@@ -197,21 +191,21 @@ def test_compiled_attention_reads_its_copies_before_others_get_their_memory(
 
 
 @pytest.mark.parametrize("l2", [True, False])
-def test_blocks_of_queries_and_pairs_give_the_gradients_of_one_block(
-    l2: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where = position("table", 3, 150, torch.float64)
-    q, k, v = torch.randn(3, 4, 3, 150, 8).requires_grad_()
+def test_blocked_attention_keeps_no_matrix_of_all_pairs_for_its_gradient(l2: bool) -> None:
+    tokens = 300
+    where = position("table", 3, tokens, torch.float64)
+    q, k, v = torch.randn(3, 2, 3, tokens, 8).requires_grad_()
+    sizes: list[int] = []
 
-    def found() -> list[Tensor]:
-        b = where.logit_bias(150)
+    def keep(t: Tensor) -> Tensor:
+        sizes.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        b = where.logit_bias(tokens)
         y = attend_l2(q, b, "blocked") if l2 else attend(q, k, v, b, "blocked")
-        return [y, *torch.autograd.grad(y.sin().sum(), [q, where.table] if l2 else [q, k, v])]
-
-    whole = found()
-    monkeypatch.setattr("invformer.kernels.blocked.BLOCK_ELEMENTS", 5 * 32 * 150)
-    for part, expected in zip(found(), whole, strict=True):
-        torch.testing.assert_close(part, expected)
+    assert y.shape == q.shape
+    assert max(sizes, default=0) < 3 * tokens**2
 
 
 @pytest.mark.parametrize("bias", BIASES)
