@@ -77,18 +77,11 @@ def attend(q: PerHead, k: PerHead, v: PerHead, bias: LogitBias, kernel: Kernel =
         return logits.softmax(-1) @ v
     if kernel == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, **_mask(bias, q.dtype))
-    shape, dtype = q.shape, q.dtype
-    if kernel == "triton":  # products of half precision as they are
-        q, k, v = (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
-        by_lag = None if bias.is_zero else _by_lag(bias, q)
-        return triton_attention.triton_attention(q, k, v, by_lag)[0].view(shape)
+    if kernel in ("native", "triton"):
+        return _fused(q, k, v, bias, kernel)
     with without_autocast(q.device):
-        q, k, v = _batched(q), _batched(k), _batched(v)
-        if kernel == "native":
-            y = native_attention(q, k, v, _by_lag(bias, q))[0]
-        else:
-            y = blocked_attention(q / math.sqrt(q.shape[-1]), k, v, _by_lag(bias, q))
-    return y.view(shape).to(dtype)
+        parts = _batched(q) / math.sqrt(q.shape[-1]), _batched(k), _batched(v)
+        return blocked_attention(*parts, _by_lag(bias, q)).view(q.shape).to(q.dtype)
 
 
 def attend_in_ball(
@@ -127,15 +120,11 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
     kernel = choose(kernel, q, bias, l2=True)
     if kernel == "math":
         return l2_attention(q, bias.dense())
+    if kernel in ("native", "triton"):
+        return _fused(q, None, None, bias, kernel)
     shape, dtype = q.shape, q.dtype
     with without_autocast(q.device):
-        if kernel == "triton":
-            q = q.reshape(-1, *q.shape[-3:])
-            by_lag = None if bias.is_zero else _by_lag(bias, q)
-            return triton_attention.triton_attention(q, None, None, by_lag)[0].view(shape)
         q = _batched(q)
-        if kernel == "native":
-            return native_attention(q, None, None, _by_lag(bias, q))[0].view(shape).to(dtype)
         origin = q[..., :1, :].detach()
         k = q - origin
         # [2 k_i/√d, 1]·[k_j, −‖k_j‖²/√d] is the logit, except for a term that is constant in j.
@@ -151,6 +140,20 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
         else:
             y = blocked_attention(queries, keys, k, _by_lag(bias, q))
     return (y + origin).view(shape).to(dtype)
+
+
+def _fused(
+    q: Tensor, k: Tensor | None, v: Tensor | None, bias: LogitBias, kernel: Kernel
+) -> PerHead:
+    """Attention by ``triton``, in the format given, or ``native``; L2 without keys and values."""
+    given = q, k, v
+    if kernel == "triton":
+        parts = [None if t is None else t.reshape(-1, *t.shape[-3:]) for t in given]
+        by_lag = None if bias.is_zero else _by_lag(bias, q)
+        return triton_attention.triton_attention(*parts, by_lag)[0].view(q.shape)
+    with without_autocast(q.device):
+        parts = [None if t is None else _batched(t) for t in given]
+        return native_attention(*parts, _by_lag(bias, q))[0].view(q.shape).to(q.dtype)
 
 
 def require_alike(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -28,8 +28,6 @@ class _Heads(ctypes.Structure):
 
 # Passed for the gradients of keys and values if the gradient of q includes them.
 NOTHING = _Heads()
-# No temperature, and every token's own keys and values.
-PLAIN = (None, ctypes.c_bool(False))
 
 
 @torch.library.custom_op("invformer::native_attention", mutates_args=())
@@ -41,8 +39,8 @@ def native_attention(
     Of L2 logits −‖q_i − q_0‖²/√d is left out in the second.
     """
     y, log_mass = _results(q)
-    seen, to = map(_heads, _seen(q, k, v)), (_heads(y), _pointer(log_mass, q))
-    _call("forward", q, *seen, _by_lag(by_lag, q), *PLAIN, *to, l2=k is None)
+    to = _heads(y), _pointer(log_mass, q)
+    _call("forward", q, *map(_heads, _seen(q, k, v)), *_of_heads(by_lag, q), *to, l2=k is None)
     return y, log_mass
 
 
@@ -54,10 +52,10 @@ def native_attention_backward(
     l2 = k is None
     gradients = [token_by_token(q) for _ in range(1 if l2 else 3)]
     dbias = torch.empty_like(log_mass)
-    given = [_alike(dy, q), *_seen(q, k, v)]
+    given = map(_heads, [_alike(dy, q), *_seen(q, k, v)])
     to = [*map(_heads, gradients), *[NOTHING] * (3 - len(gradients))]
-    made_of = (_by_lag(by_lag, q), *PLAIN, _pointer(log_mass, q))
-    _call("backward", q, *map(_heads, given), *made_of, *to, _pointer(dbias, q), None, l2=l2)
+    made_of = *_of_heads(by_lag, q), _pointer(log_mass, q)
+    _call("backward", q, *given, *made_of, *to, _pointer(dbias, q), None, l2=l2)
     return [dbias.sum(0), *gradients]
 
 
@@ -72,9 +70,8 @@ def native_ball_attention(
     """
     q, k, v = _parts_of(z, temperature)
     y, log_mass = _results(q)
-    made_of = (*_of_heads(by_lag, temperature, q), ctypes.c_bool(strictly_causal))
-    to = _heads(y), _pointer(log_mass, q)
-    _call("forward", q, *map(_heads, (q, k, v)), *made_of, *to, l2=False)
+    made_of = _of_heads(by_lag, q, temperature, strictly_causal)
+    _call("forward", q, *map(_heads, (q, k, v)), *made_of, _heads(y), _pointer(log_mass, q))
     return y, log_mass
 
 
@@ -92,13 +89,9 @@ def native_ball_attention_backward(
     dz, dbias = torch.empty_like(z), torch.empty_like(log_mass)
     dtemperature = z.new_empty(q.shape[:2])
     given = map(_heads, (_alike(dy, q), q, k, v))
-    made_of = (*_of_heads(by_lag, temperature, q), ctypes.c_bool(strictly_causal))
-    to = (
-        *map(_heads, _parts(dz, q.shape[1])),
-        _pointer(dbias, q),
-        pointer(dtemperature, *q.shape[:2], dtype=q.dtype),
-    )
-    _call("backward", q, *given, *made_of, _pointer(log_mass, q), *to, l2=False)
+    made_of = *_of_heads(by_lag, q, temperature, strictly_causal), _pointer(log_mass, q)
+    of_heads = _pointer(dbias, q), pointer(dtemperature, *q.shape[:2], dtype=q.dtype)
+    _call("backward", q, *given, *made_of, *map(_heads, _parts(dz, q.shape[1])), *of_heads)
     return dz, dtemperature.sum(0), dbias.sum(0)
 
 
@@ -115,7 +108,7 @@ def _parts(z: Tensor, heads: int) -> list[Tensor]:
     return [part.transpose(1, 2) for part in z.unflatten(-1, (3, heads, -1)).unbind(2)]
 
 
-def _call(direction: str, q: Tensor, *arguments: Any, l2: bool) -> None:
+def _call(direction: str, q: Tensor, *arguments: Any, l2: bool = False) -> None:
     """The compiled function for the precision of q."""
     if not q.numel():
         return
@@ -142,14 +135,14 @@ def _pointer(t: Tensor, q: Tensor) -> ctypes.c_void_p:
     return pointer(t, *q.shape[:-1], dtype=q.dtype)
 
 
-def _by_lag(by_lag: Tensor, q: Tensor) -> ctypes.c_void_p:
-    """To the biases of every head."""
-    return pointer(by_lag, *q.shape[1:3], dtype=q.dtype)
-
-
-def _of_heads(by_lag: Tensor, temperature: Tensor, q: Tensor) -> tuple[ctypes.c_void_p, ...]:
-    """To the biases of every head, and to its temperature."""
-    return _by_lag(by_lag, q), pointer(temperature, q.shape[1], dtype=q.dtype)
+def _of_heads(
+    by_lag: Tensor, q: Tensor, temperature: Tensor | None = None, strictly_causal: bool = False
+) -> tuple[Any, ...]:
+    """Biases of every head, its temperature, and whether tokens see only those before them."""
+    biases, tau = pointer(by_lag, *q.shape[1:3], dtype=q.dtype), None
+    if temperature is not None:
+        tau = pointer(temperature, q.shape[1], dtype=q.dtype)
+    return biases, tau, ctypes.c_bool(strictly_causal)
 
 
 def _heads(t: Tensor) -> _Heads:
