@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.dot_product import DotProductAttention
 from invformer.branches.tied_l2.kim import L2Attention
 from invformer.config.schema import MANY
 from invformer.config.section import option

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.dot_product import DotProductAttention
 from invformer.branches.tied_l2 import local_bounds as local
 from invformer.branches.tied_l2.attention import TiedL2Attention
 from invformer.kernels.attention import only

@@ -10,7 +10,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 import invformer
-from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.dot_product import DotProductAttention
 from invformer.branches.in_ball.attention import BoundedAttention
 from invformer.data.corpora import read_corpus
 from invformer.errors import ConfigurationError

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.dot_product import DotProductAttention
 from invformer.branches.feed_forward.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.branches.in_ball.attention import BoundedAttention
 from invformer.branches.tied_l2.attention import ContractiveL2Attention

@@ -1,10 +1,11 @@
-"""From the gains of single heads to the constants of layers F(X)_i = Σ_h Y_i^h G_h.
+"""What attentions share: from the gains of heads to the constants of F(X)_i = Σ_h Y_i^h G_h.
 
 Any positive weight per head gives a valid bound. A few choices are tried, the least is returned.
 """
 
 import math
 from operator import mul
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -13,11 +14,20 @@ from torch import Tensor
 from invformer.numerics.rounding import product_up, quotient_up, round_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
+# What is held at c: the Lipschitz constant in token_max, or the norms of the diagonal blocks.
+AttentionCertificate = Literal["token_max", "causal"]
 InputMaps = Float[Tensor, "*layers heads width d_head"]
 OutputMaps = Float[Tensor, "*layers heads d_head width"]
 # A number for every head of every layer; several such numbers to choose from in every layer.
 OfHeads = list[list[float]]
 Choices = list[list[list[float]]]
+
+
+def head_width(d_model: int, num_heads: int) -> int:
+    """Channels of a head; raises ValueError if heads do not divide the width."""
+    if d_model % num_heads:
+        raise ValueError(f"num_heads must divide d_model, got {num_heads} and {d_model}")
+    return d_model // num_heads
 
 
 def separate_inputs(gains: OfHeads, g: OutputMaps, sizes: OfHeads) -> list[float]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from invformer.branches.dot_product.pre_norm import PreNormBranch
+from invformer.branches.dot_product import PreNormBranch
 from invformer.nn.transformer import PreNormBlock, PreNormStack
 from invformer.numerics.norms import Tokens
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from invformer.branches.branch import AttentionCache, Branch
-from invformer.branches.dot_product.pre_norm import PreNormBranch
+from invformer.branches.dot_product import PreNormBranch
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.stack import FoldedStackWeights, InvertibleStack, StackWeights
 from invformer.numerics.norms import Norm, Tokens

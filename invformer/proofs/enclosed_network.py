@@ -12,7 +12,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from invformer.branches.branch import Branch
-from invformer.branches.dot_product.pre_norm import PreNormBranch
+from invformer.branches.dot_product import PreNormBranch
 from invformer.branches.enclosed import LARGEST, EnclosedBranch, NotEnclosed, weight
 from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.stack import InvertibleStack, full_name

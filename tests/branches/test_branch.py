@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from invformer.branches.branch import KNOWLEDGE, Branch, LipschitzBranch
-from invformer.branches.dot_product.pre_norm import PreNormBranch
+from invformer.branches.dot_product import PreNormBranch
 from invformer.branches.enclosed import NotEnclosed
 from invformer.branches.jacobian import StackedBranches
 from invformer.nn import (

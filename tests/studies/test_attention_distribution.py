@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.dot_product import DotProductAttention
 from invformer.branches.tied_l2.kim import L2Attention
 from invformer.config.load import load_config
 from invformer.numerics.l2_attention import merge_heads

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.branches.dot_product.pre_norm import PreNormBranch
+from invformer.branches.dot_product import PreNormBranch
 from invformer.config.schema import AttentionName
 from invformer.errors import DataError
 from invformer.lipschitz.probe import LipschitzProbe

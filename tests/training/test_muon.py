@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.branches.dot_product.attention import DotProductAttention
+from invformer.branches.dot_product import DotProductAttention
 from invformer.config.schema import OptimConfig
 from invformer.kernels import native
 from invformer.training.muon import (

@@ -12,9 +12,9 @@ from invformer.branches import compiled
 from invformer.branches.branch import AttentionCache, LipschitzBranch, cast, weights_together
 from invformer.branches.compiled import Fields
 from invformer.branches.enclosed import EnclosedDotProducts, weight
+from invformer.branches.heads import AttentionCertificate
 from invformer.branches.in_ball import bounds as bounded
 from invformer.branches.in_ball.jacobian import StackedBoundedAttention
-from invformer.branches.tied_l2.attention import AttentionCertificate
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads

@@ -10,7 +10,7 @@ is a function of q alone: (P q)(W^Q_hᵀ W^V_h W^O_h)/√d = (P q) G_h, with the
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from invformer.branches import compiled
 from invformer.branches.branch import AttentionCache, LipschitzBranch, cast, weights_together
 from invformer.branches.compiled import Fields
-from invformer.branches.heads import InputMaps, OutputMaps
+from invformer.branches.heads import AttentionCertificate, InputMaps, OutputMaps, head_width
 from invformer.branches.tied_l2 import bounds as contractive
 from invformer.branches.tied_l2.enclosed import EnclosedL2Attention
 from invformer.branches.tied_l2.jacobian import StackedL2Attention
@@ -38,8 +38,6 @@ from invformer.weights.spectral import (
     sigmas,
     write_to,
 )
-
-AttentionCertificate = Literal["token_max", "causal"]
 
 
 class L2Weights(NamedTuple):
@@ -215,10 +213,3 @@ class ContractiveL2Attention(TiedL2Attention):
 def in_one_matrix(w: InputMaps) -> InputMaps:
     """The same weights, of several layers perhaps, in the memory of one (D, H d) matrix each."""
     return split_heads(merge_heads(w), w.shape[-3])
-
-
-def head_width(d_model: int, num_heads: int) -> int:
-    """Channels of a head; raises ValueError if heads do not divide the width."""
-    if d_model % num_heads:
-        raise ValueError(f"num_heads must divide d_model, got {num_heads} and {d_model}")
-    return d_model // num_heads

@@ -8,12 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.branches.tied_l2.attention import (
-    L2Weights,
-    TiedL2Attention,
-    head_width,
-    in_one_matrix,
-)
+from invformer.branches.heads import head_width
+from invformer.branches.tied_l2.attention import L2Weights, TiedL2Attention, in_one_matrix
 from invformer.kernels.attention import Kernel
 from invformer.numerics.lambert_w import phi_inverse_from_log
 from invformer.numerics.precision import without_autocast

@@ -1,19 +1,21 @@
-"""Dot-product attention, the unconstrained baseline."""
+"""Dot-product attention and the LayerNorm before it: the baseline."""
 
 import math
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from invformer.branches import compiled
 from invformer.branches.branch import AttentionCache, Branch
 from invformer.branches.compiled import Fields
 from invformer.branches.enclosed import EnclosedDotProducts
-from invformer.branches.tied_l2.attention import head_width
+from invformer.branches.heads import head_width
 from invformer.kernels.attention import Kernel, attend
 from invformer.numerics.enclosure import constant
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.norms import Tokens
 from invformer.numerics.pairs import paired
+from invformer.weights.dropout import Dropout
 from invformer.weights.position_bias import VisibilityMask
 
 
@@ -38,13 +40,17 @@ class DotProductAttention(Branch):
 
     def forward(self, x: Tokens) -> Tokens:
         """Attend, causally."""
-        q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = self.projections(x)
         y = attend(q, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
         return self.out(merge_heads(y))
 
+    def projections(self, x: Tokens) -> tuple[Tensor, ...]:
+        """Queries, keys and values, each (*batch, H, N, d)."""
+        return split_heads(self.qkv(x), 3 * self.num_heads).chunk(3, dim=-3)
+
     def next_outputs(self, x: Tokens, past: AttentionCache, weights: None = None) -> Tokens:
         """As :meth:`.Branch.next_outputs`, with the weights of this module."""
-        q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = self.projections(x)
         k, v = past.append(k, v)
         bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)
         logits = q @ k.mT / math.sqrt(q.shape[-1]) + bias
@@ -69,3 +75,37 @@ class DotProductAttention(Branch):
         """As :meth:`.Branch.compiled_fields`."""
         own = compiled.maps(self.qkv.weight.T, self.out.weight.T)
         return own | compiled.heads(self.num_heads, self.position)
+
+
+class PreNormBranch(Branch):
+    """x ↦ inner(LN(x)), one residual branch of the baseline; no Lipschitz bound is known for it."""
+
+    def __init__(self, inner: Branch, d_model: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.inner: Any = inner
+        self.dropout = Dropout(dropout)  # applied by the block: it is no part of the map
+
+    def forward(self, x: Tokens) -> Tokens:
+        """inner(LN(x))."""
+        return self.inner(self.norm(x))
+
+    def next_outputs(self, x: Tokens, past: AttentionCache, weights: None = None) -> Tokens:
+        """As :meth:`.Branch.next_outputs`."""
+        return self.inner.next_outputs(self.norm(x), past)
+
+    @property
+    def is_token_wise(self) -> bool:
+        """True if the inner branch is."""
+        return self.inner.is_token_wise
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if the inner branch is, and this is an ordinary LayerNorm."""
+        plain = type(self.norm) is nn.LayerNorm and self.norm.bias is not None
+        return plain and self.norm.eps > 0 and self.inner.is_compiled
+
+    def compiled_fields(self, weights: Any) -> Fields:
+        """As :meth:`.Branch.compiled_fields`, with the weights of the inner branch."""
+        norm: Fields = {"scale": self.norm.weight, "shift": self.norm.bias}
+        return norm | {"epsilon": self.norm.eps} | self.inner.compiled_fields(weights)

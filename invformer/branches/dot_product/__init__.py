@@ -1,1 +1,0 @@
-"""Dot-product attention and the LayerNorm before it: the baseline."""
