@@ -49,8 +49,8 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor) -> Tensor
         seen = k[..., :end, :], v[..., :end, :], bias[:, begin - end :, tokens - end :]
         block = q[..., begin:end, :]
         if torch.is_grad_enabled():
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            parts.append(checkpoint(attended, block, *seen, **options))
+            y = checkpoint(attended, block, *seen, use_reentrant=False, preserve_rng_state=False)
+            parts.append(y)
         else:
             parts.append(attended(block, *seen))
     return torch.cat(parts, -2)
