@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
 from invformer.numerics.fixed_point_solution import FixedPointError, FixedPointSolution
 from invformer.numerics.norms import Norm, Tokens
+from invformer.numerics.private import tree_flatten, tree_unflatten
 from invformer.numerics.residual_equation import Kind
 from invformer.weights.scaling import ActivationNorm
 

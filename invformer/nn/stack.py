@@ -12,6 +12,7 @@ from invformer.nn.certificate import Certificate, NoCertificateError, require_ty
 from invformer.nn.inverse import StackSolution, undo
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.numerics.norms import NORMS, Norm, Tokens, unknown_norm
+from invformer.numerics.private import has_hooks, is_compiled
 from invformer.numerics.residual_equation import Kind
 from invformer.weights.dropout import Dropout
 from invformer.weights.position_bias import POSITIONS
@@ -126,7 +127,7 @@ class InvertibleStack(nn.Module):
 
     def blocks_compute_weights(self) -> bool:
         """True if each block computes its own weights: compiled or recomputed."""
-        compiled = any(block._compiled_call_impl is not None for block in self.blocks)
+        compiled = any(is_compiled(block) for block in self.blocks)
         return compiled or self.checkpoint_activations or torch.compiler.is_compiling()
 
     def bounds(
@@ -161,7 +162,7 @@ class InvertibleStack(nn.Module):
         It has a type without a proof, a forward hook, or a replaced forward.
         """
         for name, module in self.named_modules():
-            if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            if "forward" in vars(module) or has_hooks(module):
                 raise NoCertificateError(
                     f"{name or 'the stack'}: a forward hook, or a forward of its own, may change "
                     "what it computes; remove it, then certify"
