@@ -23,7 +23,7 @@ NUMBERS_AT_ONCE = 2**23
 
 # What is known of a forward pass: worth nothing for another one.
 KNOWLEDGE = {
-    *("stacked", "enclosed", "is_compiled", "compiled_fields", "is_token_wise", "folds_scaling"),
+    *("stacked", "enclosed", "is_compiled", "compiled_fields", "reach", "folds_scaling"),
     *("next_outputs", "lipschitz_bound", "causal_bound", "bounds_of"),
 }
 # The named tuple of tensors that a branch computes with.
@@ -82,7 +82,12 @@ class Branch(nn.Module):
     @property
     def is_token_wise(self) -> bool:
         """True if f maps every token by itself."""
-        return False
+        return self.reach == 1
+
+    @property
+    def reach(self) -> int | None:
+        """How many tokens an output is of, its own and those right before it; None: of any."""
+        return None
 
     @property
     def is_compiled(self) -> bool:
@@ -97,9 +102,13 @@ class Branch(nn.Module):
     def next_outputs(self, x: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
         """Outputs of the tokens after those in ``past``, to which the new ones are added.
 
-        The default computes all outputs anew, for any causal f.
+        The default computes them from as many tokens as they are of, for any causal f.
         """
-        (seen,) = past.append(x)
+        seen = x
+        if self.reach != 1:
+            (seen,) = past.append(x)
+        if self.reach is not None:
+            seen = seen[..., -(x.shape[-2] + self.reach - 1) :, :]
         y = self(seen) if weights is None else self(seen, weights)
         return y[..., -x.shape[-2] :, :]
 

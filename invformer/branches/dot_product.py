@@ -95,9 +95,9 @@ class PreNormBranch(Branch):
         return self.inner.next_outputs(self.norm(x), past)
 
     @property
-    def is_token_wise(self) -> bool:
-        """True if the inner branch is."""
-        return self.inner.is_token_wise
+    def reach(self) -> int | None:
+        """That of the inner branch."""
+        return self.inner.reach
 
     @property
     def is_compiled(self) -> bool:

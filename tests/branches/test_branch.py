@@ -58,7 +58,7 @@ def test_a_class_may_say_what_it_knows_of_its_own_forward() -> None:
         def forward(self, x: Any, *weights: Any) -> Any:
             return super().forward(x, *weights)
 
-        is_token_wise = ContractiveFeedForward.is_token_wise
+        reach = ContractiveFeedForward.reach
 
     branch = Other(4, 8, 0.5)
     assert branch.is_token_wise

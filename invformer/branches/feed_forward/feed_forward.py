@@ -5,11 +5,10 @@ from collections.abc import Hashable, Sequence
 from typing import Literal, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.branches import compiled
-from invformer.branches.branch import AttentionCache, Branch, LipschitzBranch, weights_together
+from invformer.branches.branch import Branch, LipschitzBranch, weights_together
 from invformer.branches.compiled import Fields
 from invformer.branches.feed_forward.activations import (
     ACTIVATION_SLOPE,
@@ -63,14 +62,10 @@ class FeedForward(nn.Sequential, Branch):  # pyright: ignore[reportIncompatibleV
         """f of every token and the k − 1 tokens before it."""
         return super().forward(windows(input, self.kernel))
 
-    def next_outputs(self, x: Tokens, past: AttentionCache, weights: None = None) -> Tokens:
-        """As :meth:`.Branch.next_outputs`, with the weights of this module."""
-        return self(with_past(x, self.kernel, past))[..., -x.shape[-2] :, :]
-
     @property
-    def is_token_wise(self) -> bool:
-        """True if hidden units see one token."""
-        return self.kernel == 1
+    def reach(self) -> int:
+        """k: hidden units see so many tokens."""
+        return self.kernel
 
     def linear_maps(self) -> tuple[nn.Linear, nn.Linear]:
         """Those with W₁, b₁ and with W₂, b₂."""
@@ -154,16 +149,10 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         activation = (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation]
         return activation(hidden) @ weights.w_out
 
-    def next_outputs(
-        self, x: Tokens, past: AttentionCache, weights: FeedForwardWeights | None = None
-    ) -> Tokens:
-        """As :meth:`.Branch.next_outputs`, of new tokens and the k − 1 before."""
-        return self(with_past(x, self.kernel, past), weights)[..., -x.shape[-2] :, :]
-
     @property
-    def is_token_wise(self) -> bool:
-        """True if hidden units see one token."""
-        return self.kernel == 1
+    def reach(self) -> int:
+        """k: hidden units see so many tokens."""
+        return self.kernel
 
     @property
     def folds_scaling(self) -> bool:
@@ -231,11 +220,3 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
 def hidden_units(activation: Activation, b: Tensor, kernel: int) -> Fields:
     """What a feed-forward computes between its maps; compiled code has numbers for activations."""
     return {"b": b, "activation": list(ACTIVATIONS).index(activation), "kernel": kernel}
-
-
-def with_past(x: Tokens, kernel: int, past: AttentionCache) -> Float[Tensor, "*batch longer width"]:
-    """New tokens behind the k − 1 tokens before them, as far as there are any in ``past``."""
-    if kernel == 1:
-        return x
-    (seen,) = past.append(x)
-    return seen[..., -(x.shape[-2] + kernel - 1) :, :]
