@@ -32,6 +32,7 @@ SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 FORMATS = (torch.float32, torch.float64)
+CPU = torch.device("cpu")
 # A compiler that takes longer to describe the processor, or to compile, is given up. Compiling
 # usually takes about ten seconds; on a busy machine it took 193.
 ANSWER_S, COMPILATION_S = 60, 600
@@ -80,11 +81,14 @@ def pointer(t: Tensor, *shape: int, dtype: torch.dtype) -> ctypes.c_void_p:
     return ctypes.c_void_p(t.data_ptr())
 
 
-def require(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raise ValueError unless the tensor is one that compiled code can read, however it lies."""
-    if t.shape != tuple(shape) or t.dtype != dtype or not is_readable(t):
+def require(
+    t: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU
+) -> None:
+    """Raise ValueError unless compiled code for a device can read the tensor, however it lies."""
+    is_there = is_readable(t) if device.type == "cpu" else t.device == device
+    if t.shape != tuple(shape) or t.dtype != dtype or not is_there:
         raise ValueError(
-            f"compiled code expects {tuple(shape)} in {dtype} on the CPU, got {tuple(t.shape)} in "
+            f"compiled code expects {tuple(shape)} in {dtype} on {device}, got {tuple(t.shape)} in "
             f"{t.dtype} on {t.device}"
         )
 

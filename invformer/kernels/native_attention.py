@@ -38,7 +38,7 @@ def native_attention(
 
     Of L2 logits −‖q_i − q_0‖²/√d is left out in the second.
     """
-    y, log_mass = _results(q)
+    y, log_mass = results(q)
     to = _heads(y), _pointer(log_mass, q)
     _call("forward", q, *map(_heads, _seen(q, k, v)), *_of_heads(by_lag, q), *to, l2=k is None)
     return y, log_mass
@@ -69,7 +69,7 @@ def native_ball_attention(
     of the token before, zero for the first token.
     """
     q, k, v = _parts_of(z, temperature)
-    y, log_mass = _results(q)
+    y, log_mass = results(q)
     made_of = _of_heads(by_lag, q, temperature, strictly_causal)
     _call("forward", q, *map(_heads, (q, k, v)), *made_of, _heads(y), _pointer(log_mass, q))
     return y, log_mass
@@ -156,9 +156,9 @@ def with_channels_together(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for Y and log Σ_j exp S_ij."""
-    return token_by_token(q), q.new_empty(q.shape[:-1])
+def results(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Room for Y, and for log Σ_j exp S_ij in a format of its own."""
+    return token_by_token(q), q.new_empty(q.shape[:-1], dtype=dtype)
 
 
 def token_by_token(x: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def token_by_token(x: Tensor) -> Tensor:
 
 @native_attention.register_fake
 def _(q, k, v, by_lag):
-    return _results(q)
+    return results(q)
 
 
 @native_attention_backward.register_fake
@@ -206,7 +206,7 @@ native_attention.register_autograd(_backward, setup_context=_keep)
 
 @native_ball_attention.register_fake
 def _(z, temperature, by_lag, strictly_causal):
-    return _results(_parts(z, len(temperature))[0])
+    return results(_parts(z, len(temperature))[0])
 
 
 @native_ball_attention_backward.register_fake

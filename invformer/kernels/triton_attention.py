@@ -10,7 +10,6 @@ those of float32 are three of TF32, with an error near that of float32.
 
 import importlib
 import math
-from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -20,8 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from invformer.kernels.blocked import sum_by_lag
+from invformer.kernels.native import require
 from invformer.kernels.native_attention import (
     refuse_tangents,
+    results,
     token_by_token,
     with_channels_together,
 )
@@ -71,7 +72,7 @@ def triton_attention(
     are exact in float32. Gradients then have the rounding of y as it is: they err more where q is
     many times farther from zero than from other queries. The bias is (H, N) in float32.
     """
-    y, log_mass = _results(q)
+    y, log_mass = results(q, torch.float32)
     _launch("forward", (y, log_mass), _seen(q, k, v), _bias(q, by_lag), tied=k is None)
     return y, log_mass
 
@@ -164,7 +165,7 @@ def _bias(q: Tensor, by_lag: Tensor | None) -> Tensor | None:
     """
     if by_lag is None:
         return None
-    _require(by_lag, q.shape[1:3], torch.float32, q)
+    require(by_lag, q.shape[1:3], torch.float32, q.device)
     rows, tokens = Tiles.of(q).block, q.shape[-2]
     more = rows + -tokens % rows
     falling = F.pad(by_lag.flip(-1), (more, rows - 1), value=-math.inf)
@@ -176,30 +177,16 @@ def _seen(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Any, ...]:
     return tuple(part for t in (q, k, v) for part in _strided(q if t is None else t, q))
 
 
-def _require(t: Tensor, shape: Sequence[int], dtype: torch.dtype, q: Tensor) -> None:
-    """Raise ValueError unless a tensor is of this shape and format, and where q is."""
-    if t.shape != tuple(shape) or t.dtype != dtype or t.device != q.device:
-        raise ValueError(
-            f"the kernel expects {tuple(shape)} in {dtype} on {q.device}, got {tuple(t.shape)} in "
-            f"{t.dtype} on {t.device}"
-        )
-
-
 def _strided(t: Tensor, q: Tensor) -> tuple[Any, ...]:
     """A tensor like q whose channels lie together, and its strides."""
-    _require(t, q.shape, q.dtype, q)
+    require(t, q.shape, q.dtype, q.device)
     t = with_channels_together(t)
     return t, *t.stride()[:3]
 
 
-def _results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for Y and log Σ_j exp S_ij."""
-    return token_by_token(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
 @triton_attention.register_fake
 def _(q, k, v, by_lag):
-    return _results(q)
+    return results(q, torch.float32)
 
 
 @triton_attention_backward.register_fake
