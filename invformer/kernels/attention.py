@@ -7,7 +7,7 @@
 |---|---|---|---|---|
 | ``math`` | O(N²) | everything | any | all |
 | ``native`` | O(N) | causal, any bias of the lag | CPU, with a C++ compiler | first, reverse |
-| ``blocked`` | O(N · block) | causal, any bias of the lag | any | first, reverse |
+| ``blocked`` | O(N · block) | causal, any bias of the lag | any | all in reverse |
 | ``sdpa`` | O(N), with a bias O(N²) once for all samples | causal | any | first, reverse |
 | ``triton`` | O(N) | causal, any bias of the lag | NVIDIA GPU, with Triton | first, reverse |
 
