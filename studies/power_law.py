@@ -38,19 +38,21 @@ def fit(points: Sequence[tuple[int, Sequence[float]]], variable: str = "n") -> F
     m = torch.tensor([m for m, _ in points], dtype=DTYPE).log()
     values = torch.tensor([list(v) for _, v in points], dtype=DTYPE).log()
     generator = torch.Generator().manual_seed(0)
-    slopes = []
+    lengths, chosen = [], []
     for _ in range(NUM_RESAMPLES):
-        lengths = torch.randint(len(m), (len(m),), generator=generator)
-        chosen = torch.randint(values.shape[1], (values.shape[1],), generator=generator)
-        if len(set(lengths.tolist())) > 1:
-            slopes.append(line(m[lengths], values[lengths][:, chosen].mean(1))[1])
-    low, high = torch.tensor(slopes, dtype=DTYPE).quantile(m.new_tensor([TAIL, 1 - TAIL])).tolist()
-    intercept, exponent = line(m, values.mean(1))
+        lengths.append(torch.randint(len(m), (len(m),), generator=generator))
+        chosen.append(torch.randint(values.shape[1], (values.shape[1],), generator=generator))
+    at = torch.stack(lengths)
+    differ = (at != at[:, :1]).any(-1)
+    some = values[at[..., None], torch.stack(chosen)[:, None]].mean(-1)
+    slopes = line(m[at], some)[1][differ]
+    low, high = slopes.quantile(m.new_tensor([TAIL, 1 - TAIL])).tolist()
+    intercept, exponent = (x.item() for x in line(m, values.mean(1)))
     return Fit(math.exp(intercept), exponent, low, high, variable)
 
 
-def line(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Intercept and slope of the least-squares line."""
-    centred = x - x.mean()
-    slope = (centred @ y / centred.square().sum()).item()
-    return y.mean().item() - slope * x.mean().item(), slope
+def line(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Intercept and slope of the least-squares line of the last dimension."""
+    centred = x - x.mean(-1, keepdim=True)
+    slope = (centred * y).sum(-1) / centred.square().sum(-1)
+    return y.mean(-1) - slope * x.mean(-1), slope

@@ -46,7 +46,7 @@ SMALL = {
     "frontier": f"{MODEL} {SHORT} num_windows=2 certificates=[token_max,causal] "
     "strictly_causal=[false,true] optimisers=[adamw] lipschitz_targets=[0.8] "
     "models=[l2,dot_product,contractive_bounded]",
-    "growth": "sizes=[4] num_sequences=2 attack_sizes=[7]",
+    "growth": "sizes=[4] num_sequences=2 attack_sizes=[7] num_attacked=1",
     "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
     "mass_splitting": "num_measures=9",
     "mean_field": "",

@@ -1,10 +1,12 @@
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from invformer.branches.dot_product import PreNormBranch
 from invformer.config.schema import AttentionName
@@ -15,6 +17,7 @@ from invformer.weights.position_bias import VisibilityMask
 from studies import growth
 from studies.growth import Case, Options, cases, measure
 from studies.power_law import fit
+from studies.pretrained import sequences
 from tests.support.problems import dense_jacobian
 from tests.support.saved_runs import Saved
 
@@ -22,8 +25,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_kept() -> None:
-    growth.model_and_text.cache_clear()
+def _nothing_is_kept() -> Iterator[None]:
+    """Layers of other sizes, here and after the test."""
+    for kept in (growth.model_and_text, growth.random_layer):
+        kept.cache_clear()
+    yield
+    growth.random_layer.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -34,10 +41,10 @@ def _nothing_is_kept() -> None:
 def test_the_constant_of_a_layer_is_a_dense_singular_value(
     attention: AttentionName, causal: bool
 ) -> None:
-    case = Case(attention=attention, layer=1, causal=causal, num_tokens=4, num_sequences=2, seed=0)
+    case = Case(part=attention, layer=1, causal=causal, num_tokens=4, num_sequences=2, seed=0)
     found = measure(case, CPU)
     model, text = growth.model_and_text("", attention, 0)
-    probe = LipschitzProbe(model, growth.sequences(text, 4, 2, 0))
+    probe = LipschitzProbe(model, sequences(text, 4, 2, 0))
     attentions = probe.stacked()[0]
     layer, inputs = attentions.branches[1], into_ball(attentions.inputs[1], attentions.input_radius)
     if isinstance(layer, PreNormBranch):
@@ -77,34 +84,53 @@ def test_the_interval_of_a_noisy_power_covers_it() -> None:
 
 
 def test_the_attack_gives_a_square_root_to_one_head_and_nothing_to_distances() -> None:
-    chosen = [case for case in cases(Options(sizes=[], attack_sizes=[7, 15, 31])) if case.alone]
-    rows = [(case, measure(case, CPU)) for case in chosen]
-    assert {case.radius for case in chosen} == {100.0}
-    found = {part[0][0].attention: one for part, one in growth.fits(rows)}
-    assert found["dot_product"].exponent == pytest.approx(0.5, abs=1e-6)  # of n - 1, not of n
-    assert found["l2"].exponent < 0.2
+    chosen = cases(Options(sizes=[], attack_sizes=[7, 15, 31], num_attacked=1))
+    rows = [(case, measure(case, CPU)) for case in chosen if case.attacked == "head"]
+    found = {part[0][0].part: one for part, one in growth.fits(rows)}
+    dot_product, l2 = found["dot_product"], found["l2"]
+    assert dot_product is not None
+    assert l2 is not None
+    assert dot_product.exponent == pytest.approx(0.5, abs=1e-6)  # of n - 1, not of n
+    assert l2.exponent < 0.2
     summary = growth.summarise(rows)
-    assert summary.outcome == "not in the paper"  # which measured all heads
+    assert summary.outcome == "not in the paper"  # which measured the layer
     assert "(n-1)^0.50 [0.50, 0.50]" in str(summary)
 
 
-def attacked_rows(
-    constant: Callable[[Case], float], *sizes: int
-) -> list[tuple[Case, growth.Result]]:
-    """The attack with constants that are given."""
-    chosen = cases(Options(sizes=[], attack_sizes=list(sizes)))
-    return [(case, growth.Result([constant(case)], 1.0)) for case in chosen]
+def naive_attack(x: Tensor, layer: tuple[Tensor, ...], attacked: str, causal: bool) -> Tensor:
+    """Token by token and head by head."""
+    w_q, w_k, w_v, w_o = layer[:4]
+    rows = []
+    for i in range(len(x)):
+        seen = x[: i + 1] if causal else x
+        heads = []
+        for h in range(1 if attacked == "head" else len(w_q)):
+            p = (seen @ w_k[h] @ (x[i] @ w_q[h]) / math.sqrt(w_q.shape[-1])).softmax(0)
+            heads.append(p @ seen @ w_v[h])
+        rows.append(torch.cat(heads))
+    y = torch.stack(rows)
+    return y @ w_o if attacked == "layer" else y
 
 
-def attacked_constant(exponent: float, coefficient: float) -> Callable[[Case], float]:
-    """√(n − 1) for one head and for L2, another power for all heads at the published radius."""
-
-    def constant(case: Case) -> float:
-        others = case.num_tokens - 1
-        alone = case.alone or case.attention == "l2"
-        return others**0.5 if alone else coefficient * others**exponent
-
-    return constant
+@pytest.mark.parametrize("attacked", ["head", "heads", "layer"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_attacked_layer_has_its_dense_constant(
+    attacked: growth.Attacked, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "GPT2_WIDTH", 12)
+    monkeypatch.setattr(growth, "GPT2_HEADS", 3)
+    case = Case(
+        part="dot_product", causal=causal, num_tokens=5, attacked=attacked, radius=40.0,
+        num_sequences=2, seed=3,
+    )  # fmt: skip
+    found = measure(case, CPU).constants
+    for seed, constant in zip((3, 4), found, strict=True):
+        layer = growth.random_layer(seed)
+        lone, others = layer[-1]
+        x = 40.0 * torch.stack([lone, others, others, others, others])
+        f = partial(naive_attack, layer=layer, attacked=attacked, causal=causal)
+        dense = torch.func.jacrev(f)(x).flatten(2).flatten(0, 1)
+        assert constant == pytest.approx(torch.linalg.matrix_norm(dense, 2).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -113,24 +139,24 @@ def attacked_constant(exponent: float, coefficient: float) -> Callable[[Case], f
         (0.5, 1.0, "reproduced"), (0.5, 9.0, "not reproduced"), (0.4, 1.0, "not reproduced"),
     ],
 )  # fmt: skip
-def test_the_verdict_is_about_all_heads(exponent: float, coefficient: float, outcome: str) -> None:
-    rows = attacked_rows(attacked_constant(exponent, coefficient), 5, 17, 65)
-    assert growth.summarise(rows).outcome == outcome
-
-
-def test_with_too_few_lengths_nothing_is_reproduced() -> None:
-    rows = attacked_rows(lambda case: math.sqrt(case.num_tokens - 1), 5, 17)
-    assert growth.summarise(rows).outcome == "not in the paper"
+def test_the_verdict_is_about_the_layer(exponent: float, coefficient: float, outcome: str) -> None:
+    for sizes, expected in (([5, 17, 65], outcome), ([5, 17], "not in the paper")):
+        rows = []
+        for case in cases(Options(sizes=[], attack_sizes=sizes)):
+            is_layer = case.attacked == "layer"
+            constant = coefficient * case.num_tokens**exponent if is_layer else 30.0
+            rows.append((case, growth.Result(2 * [constant], 1.0)))
+        assert growth.summarise(rows).outcome == expected
 
 
 def test_sequences_do_not_overlap_and_longer_ones_begin_alike() -> None:
     tokens = torch.arange(1000)
-    short, long = (growth.sequences(tokens, n, 5, 3) for n in (10, 90))
+    short, long = (sequences(tokens, n, 5, 3) for n in (10, 90))
     assert torch.equal(short, long[:, :10])
     assert long.unique().numel() == long.numel()
-    assert not torch.equal(short, growth.sequences(tokens, 10, 5, 4))
+    assert not torch.equal(short, sequences(tokens, 10, 5, 4))
     with pytest.raises(DataError, match="too few"):
-        growth.sequences(tokens, 200, 5, 0)
+        sequences(tokens, 200, 5, 0)
 
 
 def cases_of_a_run(folder: Path) -> list[Case]:
@@ -145,7 +171,7 @@ def test_a_trained_model_of_ours_is_measured(
     saved.save()
     chosen = cases_of_a_run(tmp_path)
     assert "longer sizes are left out" in capsys.readouterr().out
-    assert {(c.attention, c.num_tokens, c.causal) for c in chosen} == {
+    assert {(c.part, c.num_tokens, c.causal) for c in chosen} == {
         ("contractive_l2", n, True) for n in (4, 8, 16)
     }
     result = measure(chosen[0], CPU)
