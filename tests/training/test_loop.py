@@ -55,8 +55,11 @@ def test_checkpointed_and_accumulated_runs_have_the_losses_of_the_plain_run(
             assert row == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("model", ["contractive_l2", "contractive_bounded", "dot_product"])
-@pytest.mark.parametrize("seq_len", [40, 150])  # weights of attention are kept, or computed again
+@pytest.mark.parametrize(
+    ("model", "seq_len"),  # weights of attention are kept, or with more tokens computed again
+    [("contractive_l2", 40), ("contractive_l2", 150), ("contractive_bounded", 150),
+     ("dot_product", 40)],
+)  # fmt: skip
 def test_nothing_reads_memory_that_was_never_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, seq_len: int
 ) -> None:
