@@ -27,7 +27,8 @@ class StepGraphs:
     def forget(self) -> None:
         """Give the memory of graphs back, and record anew at the next calls."""
         self._loss: Any = None
-        self._refresh: Replayed | None = None
+        self._refresh = Replayed(self.module.refresh)
+        self.has_normalised = bool(normalised(self.module.model))  # else there is nothing to record
         self._validation: dict[torch.Size, Replayed] = {}
 
     @property
@@ -50,11 +51,7 @@ class StepGraphs:
 
     def refresh(self) -> None:
         """Compute every σ̄ of the present weights."""
-        if not self.replays or not normalised(self.module.model):
-            self.module.refresh()
-            return
-        self._refresh = self._refresh or Replayed(self.module.refresh)
-        self._refresh()
+        (self._refresh if self.has_normalised and self.replays else self.module.refresh)()
 
     def code_length(self, inputs: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         """Nats and number of the scored characters of a batch; the last one may be smaller."""

@@ -164,10 +164,9 @@ def test_a_step_is_replayed_where_its_gradients_are_of_one_pass_of_one_process()
     step: Any = {"wanted": True, "device": cuda, "recompute": False, "passes": 1}
 
     def replays(**changed: Any) -> bool:
-        now = SimpleNamespace(**step | changed)
-        stack = SimpleNamespace(checkpoint_activations=now.recompute)
+        now = SimpleNamespace(**step | changed, model=torch.nn.Module(), refresh=Mock())
+        now.model.stack = SimpleNamespace(checkpoint_activations=now.recompute)
         now.trainer = SimpleNamespace(accumulate_grad_batches=now.passes)
-        now.model = SimpleNamespace(stack=stack)
         return StepGraphs(now, now.wanted).replays
 
     assert replays()
