@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from invformer.nn import CharTransformer, InvertibleStack, certify
 from invformer.weights.spectral import normalised, refresh_normalisers, set_manual_refresh
 
 Work = Callable[[], object]
+Graphs = Literal["parts", "whole", "none"]
 PROMPT = 8
 # Characters a generation task adds.
 GENERATED = 64
@@ -23,37 +25,55 @@ GENERATED = 64
 class Training:
     """A training step: forward, backward, clipping, fused AdamW, constants refreshed.
 
-    On a GPU passes and constants are replayed as CUDA graphs, as :class:`.CharLanguageModel` does.
-
     Args:
         model: what is trained; its constants are refreshed once per step.
         case: sizes.
         precision: float32, or bf16 under autocast.
         probe_length: measure every branch after every step, at so many characters of one window.
+        graphs: what is replayed on a GPU as CUDA graphs: passes and constants, each by itself, as
+            :class:`.CharLanguageModel` does; the whole step with the optimiser; or nothing.
     """
 
     def __init__(
-        self, model: nn.Module, case: Case, precision: str, probe_length: int | None = None
+        self,
+        model: nn.Module,
+        case: Case,
+        precision: str,
+        probe_length: int | None = None,
+        graphs: Graphs = "parts",
     ) -> None:
         self.model = model.train()
         set_manual_refresh(model)
         self.device = next(model.parameters()).device
         self.inputs, self.targets = windows(case, self.device)
         self.precision = precision
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        is_gpu = self.device.type == "cuda"
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-3, fused=True, capturable=is_gpu and graphs == "whole"
+        )
         self.of_batch: Callable[..., Tensor] = self.loss
         self.refresh: Callable[[], None] = partial(refresh_normalisers, model)
-        if self.device.type == "cuda":
+        self.step: Callable[[], None] = self.launch
+        if is_gpu and graphs == "whole":
+            self.step = Replayed(torch.enable_grad()(self.launch))
+        elif is_gpu and graphs == "parts":
             with arithmetic(self.device, self.precision):
                 self.of_batch = with_gradients(self.loss, model, self.inputs, self.targets)
             self.refresh = Replayed(self.refresh) if normalised(model) else self.refresh
         self.probe = None
         if probe_length is not None:
             assert isinstance(model, CharTransformer)
-            self.probe = LipschitzProbe(model, self.inputs[:1, :probe_length])
+            text = self.inputs[:1, :probe_length]
+            self.probe = LipschitzProbe(model, text, replays=is_gpu)
 
     def __call__(self) -> None:
         """One step."""
+        self.step()
+        if self.probe is not None:
+            self.probe.values()
+
+    def launch(self) -> None:
+        """The step without estimates."""
         self.optimizer.zero_grad(set_to_none=True)
         with arithmetic(self.device, self.precision):
             loss = self.of_batch(self.inputs, self.targets)
@@ -61,8 +81,6 @@ class Training:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         self.optimizer.step()
         self.refresh()
-        if self.probe is not None:
-            self.probe.values()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean nats of the batch."""

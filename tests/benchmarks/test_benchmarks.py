@@ -16,6 +16,8 @@ from benchmarks.plots import growth
 from benchmarks.table import HEAD, line, table
 from benchmarks.table import main as print_table
 from benchmarks.timing import Spread, in_turns, paired
+from tests.gpu.emulation import cuda_rules
+from tests.gpu.graphs import noted_graphs
 from tests.support.processes import ROOT
 
 CPU = torch.device("cpu")
@@ -92,6 +94,23 @@ def test_compiled_steps_have_rows_of_every_model_beside_two_that_are_not_compile
     assert {row["variant"] for row in rows} == {*MODELS, *eager}
     assert {row["task"] for row in rows} == {"train-compiled"}
     assert len(compiled) == len(MODELS) * TINY.num_layers
+
+
+@pytest.mark.parametrize("name", ["contractive_bounded", "dot_product"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_step_that_is_one_graph_does_what_its_launches_do(name: str, precision: str) -> None:
+    together, apart = (
+        tasks.Training(build(name, TINY, CPU), TINY, precision, graphs="none") for _ in range(2)
+    )
+    together.step = tasks.Replayed(torch.enable_grad()(together.launch))  # as on a GPU
+    with cuda_rules():
+        for _ in range(4):
+            apart()
+        with noted_graphs():
+            for _ in range(4):  # launched, recorded and replayed, replayed twice
+                together()
+    pairs = zip(together.model.parameters(), apart.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_all_models_but_the_plain_one_run_on_the_kernel_that_is_asked_for() -> None:
