@@ -30,6 +30,7 @@ RUN = "data=text_file,data.path=TEXT,model.num_layers=1,model.d_model=16,model.n
 SMALL = {
     "ablation": f"only=[nothing] overrides=[{RUN},model.d_head=8,trainer.max_steps=2,"
     "trainer.val_every=2,logger=none]",
+    "at_size": "parts=[step,kim] kinds=[certified] depths=[2] rates=1 minutes=60",
     "attention_distribution": f"{MODEL} {SHORT} data.val_characters=200 layer_sizes=[5] "
     "num_seeds=1 weights=[0.1]",
     "breaking": "",
@@ -92,6 +93,7 @@ def _small(
             assert command("evaluate", *words) == 0
 
     monkeypatch.setattr("studies.ablation.call", call)
+    monkeypatch.setattr("studies.at_size.call", call)
     monkeypatch.setattr("studies.price.call", call)
     monkeypatch.setattr("studies.growth.GPT2_WIDTH", 96)  # not 768
     here = replace(memory.STUDY, measure=lambda case, device: memory.measured(case))

@@ -1,0 +1,160 @@
+"""What fits into a GPU's minutes, at which rates, what a later call adds, and what is claimed."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from invformer.config.load import load_config
+from invformer.errors import InvformerError
+from studies import at_size
+from studies.at_size import (
+    PLAN,
+    SLOWER,
+    START,
+    STUDY,
+    Case,
+    Options,
+    Result,
+    case_of,
+    command,
+    fitting,
+    measure,
+    runs_of,
+    seconds_left,
+    steps_of,
+)
+from studies.study import run
+from tests.gpu.emulation import cuda_rules
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Options:
+    """A call on a GPU with both texts."""
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").write_text("the <unk> of N \n" * 200)
+    (tmp_path / "plays").write_text("ROMEO: it is the east.\n" * 200)
+    texts = {"ptb": str(tmp_path), "shakespeare": str(tmp_path / "plays")}
+    return Options(out=str(tmp_path / "out"), **texts)
+
+
+def test_runs_come_in_order_and_each_at_its_first_rate_before_further_ones(full: Options) -> None:
+    runs = [*runs_of(full, GPU)]
+    assert len(runs) == 3 * (3 + 3 + 4 * 3) == len({case.run for case in runs})
+    assert [case.part for case in runs[:18]] == 3 * ["shakespeare"] + 3 * ["ptb"] + 12 * ["kim"]
+    assert [case.blocks for case in runs[6:18]] == [2, 2, 2, 4, 4, 4, 6, 6, 6, 8, 8, 8]
+    assert [case.kind for case in runs[3:6]] == ["certified", "token_max", "twin"]
+    assert all(case.is_claim for case in runs)
+    assert [case.split for case in runs[::3]][:3] == ["val", "test", "test"]
+
+
+def test_rates_are_scaled_by_the_width_and_by_the_characters_of_a_step(full: Options) -> None:
+    growth = 64 * 256 / (12 * 64)
+    for power in (0, 1 / 4, 1 / 2):
+        rate = 6e-3 * math.sqrt(160 / 384) * growth**power
+        assert case_of(full, GPU, "ptb", "certified", 6, power).rate == pytest.approx(rate, 0.01)
+    rate = 3e-3 * math.sqrt(128 / 512) * (64 * 288 / (12 * 64)) ** 0.25
+    assert case_of(full, GPU, "kim", "twin", 8, 0.25).rate == pytest.approx(rate, 0.02)
+
+
+def test_every_run_has_the_size_that_readers_know(full: Options) -> None:
+    for case in runs_of(replace(full, rates=1), GPU):
+        config = load_config([word for word in command(case) if "accelerator" not in word])
+        model, data, trainer = config.model, config.data, config.trainer
+        sizes = (model.d_model, data.seq_len, data.batch_size, trainer.precision)
+        width, length = (512, 288) if case.part == "kim" else (384, 256)
+        assert sizes == (width, length, 64, "bf16-mixed")
+        assert (model.num_layers, trainer.max_steps) == (case.blocks, case.budget)
+        assert model.is_contractive == (case.kind != "twin")
+        assert model.dropout == (0.2 if case.part == "shakespeare" else 0)
+        assert data.name == ("tiny_shakespeare" if case.part == "shakespeare" else "ptb")
+        assert (data.val_fraction, data.test_fraction) == (0.1, 0) or case.part == "kim"
+        certificate = {"certified": "causal", "token_max": "token_max", "kim": "kim_entry_max"}
+        assert model.certificate == certificate.get(case.kind)
+
+
+def test_the_plan_takes_in_order_what_fits_and_leaves_what_could_not_be_timed() -> None:
+    seconds = {1: 100.0, 2: 300.0, 3: math.nan, 4: 50.0, 5: 0.0}
+    assert fitting(seconds, 160) == [1, 4, 5]  # type: ignore[arg-type, comparison-overlap]
+    assert fitting(seconds, 450) == [1, 2, 4, 5]  # type: ignore[arg-type, comparison-overlap]
+    assert fitting(seconds, -1) == []  # type: ignore[arg-type, comparison-overlap]
+
+
+def test_a_run_that_has_begun_needs_only_the_rest_of_its_time(
+    full: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of(full, GPU, "kim", "certified", 4, 0.25)
+    unit = {"certified": 10 / (64 * 256 * 6 * 384**2)}  # 10 ms at nanoGPT's size
+    whole = seconds_left(case, unit)
+    grown = 288 / 256 * 4 / 6 * (512 / 384) ** 2
+    assert whole == pytest.approx(START + SLOWER * 0.01 * grown * 5000)
+    saved = SimpleNamespace(step=4000), []
+    monkeypatch.setattr(at_size, "newest_checkpoint", lambda folder: saved)
+    assert seconds_left(case, unit) - START == pytest.approx((whole - START) / 5)
+    assert math.isnan(seconds_left(case, {}))
+
+
+def test_a_later_call_measures_what_is_missing_and_tells_what_still_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def measured(case: Case, device: torch.device) -> Result:
+        asked.append(f"{case.part} {case.kind}")
+        if case.part == "step":
+            return Result(milliseconds=10.0)
+        return Result(val=2.0, scored=2.0 if case.kind == "twin" else 2.25, proven=1.0)
+
+    monkeypatch.setattr(at_size, "STUDY", replace(STUDY, measure=measured))
+    options = Options(
+        out=str(tmp_path / "one"), parts=["ptb"], kinds=["certified", "twin"], rates=1, minutes=1.0
+    )
+    first = run(at_size.STUDY, options)
+    assert asked == ["step certified", "step twin", "ptb certified"]
+    assert [line["note"] for line in first.table] == ["", "", "", "not run"]
+    asked.clear()
+    (tmp_path / "one").rename(tmp_path / "two")  # which another machine may call otherwise
+    last = run(at_size.STUDY, replace(options, out=str(tmp_path / "two")))
+    assert asked == ["ptb twin"]
+    assert PLAN.left == []
+    prices = [line["price"] for line in last.table if line["part"] == "ptb"]
+    assert prices == [0.25, 0]
+    assert last.outcome == "not in the paper"  # a smoke test claims nothing
+
+
+def test_full_size_on_a_gpu_is_held_to_its_aims(full: Options) -> None:
+    steps = [case for case in steps_of(full, GPU) if case.kind == "one graph"]
+    runs = [*runs_of(replace(full, rates=1, parts=["shakespeare"]), GPU)]
+
+    def outcome(certified: float, alone: float = 4.9, note: str = "") -> str:
+        rows = [(case, Result(milliseconds=alone, note=note)) for case in steps]
+        for case in runs:
+            nats = 1.44 if case.kind == "twin" else certified
+            rows.append((case, Result(val=nats, scored=nats, recovered=1.0, proven=1.0)))
+        return STUDY.summarise(rows).outcome
+
+    assert outcome(1.445) == "reproduced"
+    assert outcome(1.46) == outcome(1.445, alone=5.1) == "partly reproduced"
+    assert outcome(1.445, note="RuntimeError") == "not reproduced"
+
+
+def test_what_fails_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*words: str) -> None:
+        raise InvformerError("train.py ended with exit code 5")
+
+    monkeypatch.setattr(at_size, "call", call)
+    case = case_of(Options(out=str(tmp_path)), CPU, "ptb", "twin")
+    assert measure(case, CPU).note == "InvformerError: train.py ended with exit code 5"
+
+
+def test_steps_are_timed_under_the_rules_of_cuda() -> None:
+    torch.set_default_dtype(torch.float32)
+    with cuda_rules():
+        for name in ("eager", "twin", at_size.MONITORED):
+            found = measure(case_of(Options(), CPU, "step", name), CPU)
+            assert (found.milliseconds > 0, found.note) == (True, ""), name
