@@ -28,7 +28,7 @@ from invformer.report.table import (
     name_of_norm,
     names_of,
     texts_differ,
-    title_of,
+    title_of_report,
     worst_constants,
 )
 from invformer.runs.checkpoint import EVALUATION
@@ -70,12 +70,13 @@ Row = Sequence[str]
 def page(report: Evaluation, curves: Mapping[str, plots.Series]) -> str:
     """The page of one evaluation; without a run there are no curves."""
     data, (name,) = report.data, names_of([report])
-    title = title_of(name, report.model.name, data.name, report.certificate)
     constants = {plots.short(name): row for name, row in branch_constants(report).items()}
     parts = [
         table(headlines(report)),
         picture(
-            plots.draw_summary(curves, constants, ngram=ngram_of_run(report), title=title),
+            plots.draw_summary(
+                curves, constants, ngram=ngram_of_run(report), title=title_of_report(report)
+            ),
             "Bits per character; constants of every branch",
         ),
         "<p>Curves belong to the training, whose estimates and local bounds are at a short probe "
@@ -121,7 +122,7 @@ def keep(report: Evaluation, latest: Path) -> tuple[Path, Path]:
 
     No other text overwrites them. They are in a folder ``evaluation`` beside ``latest``, the run's
     ``evaluation.json``. If the text is the model's own, ``latest`` and ``report.html`` become
-    copies, and ``summary.png`` is drawn again with what only an evaluation knows, the n-gram.
+    copies, and after the validation split ``summary.png`` is drawn again with the n-gram.
     Returns the report's file, and the page that a reader should open.
     """
     data, curves = report.data, {}
@@ -141,13 +142,10 @@ def keep(report: Evaluation, latest: Path) -> tuple[Path, Path]:
     if data.same_as_training:
         html = latest.with_name(latest.name.replace("evaluation.json", "report.html"))
         replace_file(html, content)
-        if curves:
-            sample = report.sample.prompt + report.sample.text
-            title = title_of(
-                names_of([report])[0], report.model.name, data.name, report.certificate
-            )
-            summary = latest.with_name("summary.png")
-            plots.plot_run(curves, summary, sample, ngram_of_run(report), title)
+        if curves and data.split == "val":
+            sample, summary = report.sample, latest.with_name("summary.png")
+            words, title = sample.prompt + sample.text, title_of_report(report)
+            plots.plot_run(curves, summary, words, ngram_of_run(report), title)
     return path, html
 
 

@@ -182,10 +182,13 @@ def certified_norm(certificate: Certificate) -> str:
     return name_of_norm(certificate.norm, certificate) + diagonal
 
 
-def title_of(run: str, model: str, text: str, certificate: Certificate | None) -> str:
-    """What a picture of a run shows."""
+def title_of(
+    run: str, model: str, text: str, unknown_rate: float, certificate: Certificate | None
+) -> str:
+    """What a picture of a run shows: run, model, text, share of unknown symbols, norm."""
+    share = f" ({unknown_rate:.1%} unknown symbols)" if unknown_rate else ""
     norm = "token_max" if certificate is None else certified_norm(certificate)
-    return f"{run}: {model} on {text}. Lipschitz constants in {norm}"
+    return f"{run}: {model} on {text}{share}. Lipschitz constants in {norm}"
 
 
 def name_of_norm(norm: str, certificate: Certificate | None) -> str:
@@ -197,6 +200,12 @@ def shares(inversion: Inversion) -> list[str]:
     """The shares of characters that were recovered and proven, rounded downwards."""
     found = inversion.characters_recovered, inversion.characters_proven
     return [f"{downwards(share, 4):.2%}" for share in found]
+
+
+def title_of_report(report: Evaluation) -> str:
+    """The same of an evaluation."""
+    (run,), data = names_of([report]), report.data
+    return title_of(run, report.model.name, data.name, data.unknown_rate, report.certificate)
 
 
 def names_of(reports: Sequence[Evaluation]) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from invformer.config.load import typed
 from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
+from invformer.data.tokens import unknown_rate
 from invformer.errors import Alarmed, CheckpointError
 from invformer.evaluation.ngram import ngram_baseline
 from invformer.evaluation.result import from_plain
@@ -162,7 +163,9 @@ def conclude(run: Run) -> None:
     curves = read_curves(run.directory.metrics)
     keeper, config = run.callback(CertificateKeeper), run.config
     certificate = keeper and keeper.certificate
-    title = title_of(run.directory.path.name, config.model.name, config.data.name, certificate)
+    unknown = unknown_rate(run.data.tokens("val"))
+    about = run.directory.path.name, config.model.name, config.data.name, unknown
+    title = title_of(*about, certificate)
     plot_run(curves, run.directory.summary, sample, five_gram(run.data), title)
     print_result(run)
     checkpoints = run.callback(Checkpoints)

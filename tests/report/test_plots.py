@@ -66,8 +66,9 @@ def test_nothing_that_is_drawn_is_clipped(tmp_path: Path) -> None:
     weighted = Certificate(
         "token_max", "global", 0.5, {"a": 0.5}, {"a": 0.4}, {"a": 2.0}, {}, None, "float32", 16
     )
-    title = title_of("first", "l2", "books", weighted)
-    assert title == "first: l2 on books. Lipschitz constants in weighted token_max"
+    title = title_of("first", "l2", "books", 0.031, weighted)
+    shown = "first: l2 on books (3.1% unknown symbols). Lipschitz constants in weighted token_max"
+    assert title == shown
     figure = draw_summary(curves, last_constants(curves), words, 1.5, title)
     assert figure.get_suptitle() == title
     likelihood, course, bars, said = figure.axes
