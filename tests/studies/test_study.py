@@ -15,7 +15,9 @@ import torch
 from invformer.config.load import command_line, load_config
 from invformer.config.section import Section, option
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
+from invformer.processes.exit import guarded
 from studies import __main__ as listing
+from studies import monitor_quality
 from studies.report import Summary, finished, panels
 from studies.study import Study, StudyOptions, case_of, main, run
 from tests.support.processes import python
@@ -218,9 +220,11 @@ def test_a_signal_ends_the_imports_of_a_study_in_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_mistake_in_the_words_of_monitor_quality_is_one_line() -> None:
-    done = python("-m", "studies.monitor_quality", "model.d_hed=8")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+def test_a_mistake_in_the_words_of_monitor_quality_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert guarded(lambda: monitor_quality.main(["model.d_hed=8"]), debug=False) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_study_that_is_only_imported_leaves_signals_alone() -> None:
