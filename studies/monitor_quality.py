@@ -25,6 +25,7 @@ from invformer.branches.jacobian import StackedBranches
 from invformer.config.load import load_config
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.ball import into_ball
 from invformer.processes.exit import guarded
 from invformer.report.plots import save
 from invformer.runs.run_log import read_rows
@@ -60,9 +61,15 @@ def constants(model: CharTransformer, tokens: Tensor, num_starts: int = STARTS) 
     probe = LipschitzProbe(model, tokens)
     found = dict(zip(probe.names, from_below(model, tokens, num_starts).tolist(), strict=True))
     for part, at in zip(probe.parts, probe.stacked(), strict=True):
-        if probe.measured == "diagonal_block" or part.branches[0].is_token_wise:
-            largest = torch.linalg.matrix_norm(diagonal_blocks(at, tokens), 2).amax(-1)
-            found |= dict(zip(part.names, largest.tolist(), strict=True))
+        if part.branches[0].is_token_wise:
+            inputs = [into_ball(u, at.input_radius).flatten(0, 1) for u in at.inputs]
+            blocks = torch.stack(list(map(jacobians, part.branches, inputs)))
+        elif probe.measured == "diagonal_block":
+            blocks = diagonal_blocks(at, tokens)
+        else:
+            continue
+        largest = torch.linalg.matrix_norm(blocks, 2).amax(-1)
+        found |= dict(zip(part.names, largest.tolist(), strict=True))
     return found
 
 
@@ -85,6 +92,11 @@ def from_below(model: CharTransformer, tokens: Tensor, num_starts: int) -> Tenso
     for held, iteration in zip(best, probe.iterations, strict=True):
         iteration.left.copy_(held["left"])
     return torch.stack([probe.values() for _ in range(LAST_STEPS)]).amax(0)
+
+
+def jacobians(branch: Any, x: Float[Tensor, "R D"]) -> Float[Tensor, "R D D"]:
+    """∂f/∂x at every token, of a map of single tokens."""
+    return torch.func.vmap(torch.func.jacrev(lambda token: branch(token[None])[0]))(x)
 
 
 def diagonal_blocks(at: StackedBranches, tokens: Tensor) -> Float[Tensor, "branches R D D"]:
