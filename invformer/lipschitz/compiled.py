@@ -32,7 +32,7 @@ TENSORS = (
 )
 NUMBERS = (
     *("w_row", "w_column", "v_row", "v_column", "inner", "outer", "kernel", "activation", "heads"),
-    *("bias_stride", "is_tied", "strictly_causal", "at_once", "times"),
+    *("bias_stride", "is_tied", "strictly_causal", "at_once", "leaders"),
     *("reads", "writes"),
 )
 
@@ -98,7 +98,7 @@ def estimates(
         vectors = zip(*own, iteration.left, iteration.lengths, strict=True)
         for branch, value, left, lengths in vectors:
             branch |= {"left": left, "lengths": lengths, "estimate": value}
-            branch |= {"at_once": iteration.slots.shape[-1], "times": iteration.times}
+            branch |= {"at_once": iteration.slots.shape[-1], "leaders": iteration.leaders}
             branch["turn"] = iteration.turn
     entries = iterations[0].norm == "entry_max"
     width = iterations[0].left.shape[-1]

@@ -92,10 +92,8 @@ class LipschitzProbe:
             if self.measured != "diagonal_block" and not alone:
                 norm = self.measured
             many = thorough and (per_token or self.measured == "diagonal_block")
-            times = 2 if per_token else 1  # one block of J, not N, is cheap
-            at_once = tokens.shape[-1] if many else times * TOKENS_AT_ONCE
-            counts = {"at_once": at_once, "times": times}
-            iteration = PowerIteration(shape, norm, seed=seed, **counts, **like)
+            at_once = tokens.shape[-1] if many else TOKENS_AT_ONCE
+            iteration = PowerIteration(shape, norm, seed=seed, at_once=at_once, **like)
             self.parts.append(Part(names, layers, branches, iteration))
         self.names = [full_name(i, part) for i in range(len(blocks)) for part in PARTS]
         self.branches = [branch for part in self.parts for branch in part.branches]

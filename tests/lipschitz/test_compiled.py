@@ -69,6 +69,7 @@ def both(
     for can_take in (compiled.can_take, lambda *_: False):
         with monkeypatch.context() as patch:
             patch.setattr(compiled, "can_take", can_take)
+            patch.setattr("invformer.lipschitz.probe.TOKENS_AT_ONCE", 5)  # of longer texts
             probe = LipschitzProbe(model, tokens, measured)
             values = [
                 probe.values(weights=w)

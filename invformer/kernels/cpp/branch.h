@@ -17,7 +17,7 @@ struct Branch {
   int64_t* turn;
   int64_t w_row, w_column, v_row, v_column;  // distances in memory
   int64_t inner, outer, kernel, activation, heads, bias_stride, is_tied, strictly_causal, at_once;
-  int64_t times;           // that a step improves each vector
+  int64_t leaders;         // of the tokens that a step advances: those with the largest gains
   int64_t reads, writes;   // the first channel of the stream that it reads, and that it adds to
   double radius, epsilon;  // of ψ_R and LN; zero is none
 

@@ -95,7 +95,9 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
       for (int64_t j = 0; j < keys; ++j) *transposed.at(j, i) = p[j];
     }
     const Matrix<T> v = at.z.from(f.inner - f.outer + h * d);
-    multiply<T>(y.from(h * d), {v.data, row}, {transposed.data, row}, d, tokens, columns, false);
+    for (int64_t i = 0; i < columns; i += PANEL<T>)  // the keys that these tokens see
+      multiply<T>({y.at(h * d, i), row}, {v.data, row}, {transposed.at(0, i), row}, d,
+                  std::min(tokens, i + PANEL<T>), std::min(PANEL<T>, columns - i), false);
   }
   by_rows(width, call.threads, [&](int64_t first, int64_t count) {
     multiply<T>(u.from(first), f.out().transposed().from(first), {y.data, row}, count, f.outer,
@@ -133,8 +135,12 @@ struct ChosenRows {
     chosen = reinterpret_cast<int64_t*>(room.take(2 * K));
     for (int64_t r = 0; r < K; ++r) {
       chosen[r] = some ? (r + turn) % call.tokens : r;
-      if (some && r == 0)
-        chosen[r] = std::max_element(lengths, lengths + call.tokens, is_less<T>) - lengths;
+      if (!some || r >= f.leaders) continue;
+      chosen[r] = -1;
+      for (int64_t i = 0; i < call.tokens; ++i)
+        if ((chosen[r] < 0 || is_less(lengths[chosen[r]], lengths[i])) &&
+            std::find(chosen, chosen + r, i) == chosen + r)
+          chosen[r] = i;
     }
     g = {room.take(width * stride), stride};
     a = {room.take(f.outer * stride), stride};
@@ -240,33 +246,29 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
        const Heads<T>* heads, Room<T> room) {
   ChosenRows<T> rows(f, at, call, lengths, turn, room);
   const Matrix<T> g = rows.g;
+  std::fill_n(g.data, rows.width * rows.stride, T(0));
+  for (int64_t r = 0; r < rows.K; ++r)
+    for (int64_t c = 0; c < rows.width; ++c) *g.at(c, r) = left[rows.chosen[r] * rows.width + c];
+  rows.pull_outputs();
+  for (int64_t r = 0; heads && r < rows.K; ++r)
+    heads->improve(rows.a.at(0, r), rows.stride, rows.chosen[r], call.diagonal, call.entries,
+                   rows.shortest);
+  if (!heads) rows.improve();
+  rows.push_outputs();
+  // The gain ‖g‖ of every token, and g/‖g‖ for the next step.
   T largest = 0;
-  for (int64_t time = 0; time < f.times; ++time) {
-    std::fill_n(g.data, rows.width * rows.stride, T(0));
-    for (int64_t r = 0; r < rows.K; ++r)
-      for (int64_t c = 0; c < rows.width; ++c) *g.at(c, r) = left[rows.chosen[r] * rows.width + c];
-    rows.pull_outputs();
-    for (int64_t r = 0; heads && r < rows.K; ++r)
-      heads->improve(rows.a.at(0, r), rows.stride, rows.chosen[r], call.diagonal, call.entries,
-                     rows.shortest);
-    if (!heads) rows.improve();
-    rows.push_outputs();
-    // The gain ‖g‖ of every token, and g/‖g‖ for the next time.
-    largest = 0;
-    for (int64_t r = 0; r < rows.K; ++r) {
-      double square = 0;
-      int64_t most = 0;
-      for (int64_t c = 0; c < rows.width; ++c) {
-        square += double(*g.at(c, r)) * *g.at(c, r);
-        if (is_less(std::abs(*g.at(most, r)), std::abs(*g.at(c, r)))) most = c;
-      }
-      const double gain = call.entries ? std::abs(*g.at(most, r)) : std::sqrt(square);
-      if (is_less<T>(largest, gain)) largest = gain;
-      if (rows.some) lengths[rows.chosen[r]] = gain;
-      for (int64_t c = 0; gain > rows.shortest && c < rows.width; ++c)
-        left[rows.chosen[r] * rows.width + c] =
-            call.entries && c != most ? 0 : *g.at(c, r) / gain;
+  for (int64_t r = 0; r < rows.K; ++r) {
+    double square = 0;
+    int64_t most = 0;
+    for (int64_t c = 0; c < rows.width; ++c) {
+      square += double(*g.at(c, r)) * *g.at(c, r);
+      if (is_less(std::abs(*g.at(most, r)), std::abs(*g.at(c, r)))) most = c;
     }
+    const double gain = call.entries ? std::abs(*g.at(most, r)) : std::sqrt(square);
+    if (is_less<T>(largest, gain)) largest = gain;
+    if (rows.some) lengths[rows.chosen[r]] = gain;
+    for (int64_t c = 0; gain > rows.shortest && c < rows.width; ++c)
+      left[rows.chosen[r] * rows.width + c] = call.entries && c != most ? 0 : *g.at(c, r) / gain;
   }
   return largest;
 }
@@ -318,7 +320,7 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
       T gain = 0;
       for (int64_t n = 0; n < call.steps; ++n)
         gain = step<T>(f, here, f.left + at * width, f.lengths + at,
-                       *f.turn + n * (f.at_once - 1), call, attention ? &*attention : nullptr,
+                       *f.turn + n * (f.at_once - f.leaders), call, attention ? &*attention : nullptr,
                        room);
       if (is_less(*f.estimate, gain)) *f.estimate = gain;
     }
