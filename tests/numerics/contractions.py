@@ -8,6 +8,8 @@ from torch import Tensor
 
 from invformer.numerics.norms import Norm
 
+CONSTANTS = (0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
+
 
 def orthogonal(*shape: int) -> Tensor:
     """Random orthogonal matrices (*batch, n, n)."""

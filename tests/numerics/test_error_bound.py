@@ -1,6 +1,7 @@
 """How inverse layers pass errors on."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from invformer.numerics.error_bound import (
     scale_step,
     stack_error_bound,
 )
+from invformer.numerics.fixed_point import invert_residual
+from invformer.numerics.norms import NORMS, Norm, vector_norm
+from tests.numerics.contractions import CONSTANTS, two_layers
 from tests.support.launches import Launches
 
 
@@ -65,3 +69,39 @@ def test_twice_the_layers_take_twice_the_operations() -> None:
             stack_error_bound([step] * num_layers)
         counts.append(launches.count)
     assert counts[1] <= 2 * counts[0]
+
+
+def stack_violations(
+    c: float, norm: Norm, dtype: torch.dtype, spread: float, rtol: float | None
+) -> int:
+    """Through three residual layers and two scales and back: errors above their bounds, of 40."""
+    layers = [two_layers(4, 6, c, norm, dtype) for _ in range(3)]
+    log_scale, shift = (spread * torch.randn(2, 6)).to(dtype), torch.randn(2, 6).to(dtype)
+    z = x = torch.randn(40, 4, 6).to(dtype)
+    for i, f in enumerate(layers):
+        z = z + f(z)
+        if i < 2:
+            z = z * log_scale[i].exp() + shift[i]
+    steps = []
+    for i in (2, 1, 0):
+        if i < 2:
+            steps.append(scale_step(z, log_scale[i], shift[i], norm))
+            z = (z - shift[i]) * (-log_scale[i]).exp()
+        solution = invert_residual(
+            layers[i], z, lipschitz_bound=c, norm=norm, residual_map=layers[i],
+            rtol=rtol,
+        )  # fmt: skip
+        steps.append(residual_step(solution.error_bound, c))
+        z = solution.value
+    bound = stack_error_bound(steps)
+    assert bound.isfinite().all()
+    return int((~(vector_norm(z.double() - x.double(), norm) <= bound)).sum())
+
+
+@pytest.mark.parametrize(("spread", "rtol"), [(0.5, 0.03), (3.0, None)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_true_error_of_a_stack_is_never_above_its_bound(
+    dtype: torch.dtype, spread: float, rtol: float | None
+) -> None:
+    for c, norm in product(CONSTANTS, NORMS):
+        assert stack_violations(c, norm, dtype, spread, rtol) == 0
