@@ -1,13 +1,14 @@
 """Residual branches in enclosures of real numbers."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from invformer.branches.nearby import UP, Rows, U, of_sum
+from invformer.branches.nearby import UP, Rows, of_sum
+from invformer.numerics.ball import into_ball
 from invformer.numerics.enclosure import Enclosure, Matrix, constant, length_up
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.pairs import Pair
@@ -51,10 +52,19 @@ class EnclosedBranch:
         """
         raise NotImplementedError
 
-    # As :meth:`inner` for :class:`.Rows`, with the length of the rows that V multiplies; None if
-    # only enclosures are known. Lengths are measured after division by ``units``, (inner,).
-    nearby: Callable[..., tuple[Rows, Tensor, Any]] | None = None
+    # Whether there are formulas for :class:`.Rows`. Their lengths are measured after division by
+    # ``units``, (inner,), those of x W by ``read_units``.
+    has_rows = False
     units: Tensor | None = None
+    read_units: Sequence[Tensor | None] = (None,)
+
+    def remembered(self, past: Any) -> Any:
+        """The text, as :meth:`nearby` takes it, from what :meth:`inner` has kept of it."""
+        raise NotImplementedError
+
+    def nearby(self, z: list[Rows], places: Tensor, past: Any) -> tuple[Rows, Tensor]:
+        """As :meth:`inner` for rows that continue a text, and the lengths of what V multiplies."""
+        raise NotImplementedError
 
 
 class EnclosedAttention(EnclosedBranch):
@@ -111,42 +121,30 @@ class EnclosedAttention(EnclosedBranch):
 
     def attended_nearby(
         self,
-        logits: Tensor,
+        scores: Tensor,
         error: Tensor,
-        values: Rows,
-        own: tuple[Tensor, Rows] | None,
-        places: Tensor,
+        values: Tensor,
+        own: tuple[Tensor, Tensor] | None,
         origin: Tensor,
-    ) -> tuple[Rows, Tensor]:
-        """As :meth:`attended`, with the logits' largest error and size, (2, H, rows).
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`attended`, of scores that are off by ``error``; and how far that moves a head.
 
-        P moves by a factor of at most e^{2δ} if scores move by δ. ``logits`` are overwritten.
+        P moves by a factor of at most e^{2δ} if scores move by δ, (H, rows). ``scores`` are
+        overwritten.
         """
-        count = logits.shape[-1]
-        bias = self.bias[:, places, :count].masked_fill(
-            torch.arange(count, device=places.device) >= places[:, None] + (own is None), -math.inf
-        )
-        scores = logits.add_(bias)
+        longest = length_up(values).amax(-1, keepdim=True)
         highest = scores.amax(-1, keepdim=True)
-        of_self = highest
         if own is not None:
-            of_self = own[0] + self.bias[:, places, places, None]
-            highest = torch.maximum(highest, of_self)
-        weights = scores.sub_(highest).exp_()
-        total, means = weights.sum(-1, keepdim=True), weights @ values.value
-        longest, moved = length_up(values.value).amax(-1, keepdim=True), values.error.amax()
+            highest = torch.maximum(highest, own[0])
+        sums = scores.sub_(highest).exp_() @ nn.functional.pad(values, (0, 1), value=1.0)
+        means, total = sums[..., :-1], sums[..., -1:]
         if own is not None:
-            weight = (of_self - highest).exp()
-            total, means = total + weight, torch.addcmul(means, weight, own[1].value)
-            longest = torch.maximum(longest, length_up(own[1].value))
-            moved = torch.maximum(moved, own[1].error)
-        delta, size = error
-        delta = 2 * delta + 16 * U * (size + self.largest_bias) + of_sum(count + 16)
-        of_heads = (delta.expm1() + of_sum(count + 16)) * longest + moved
-        value = merge_heads((means / total).add_(origin))
-        size = length_up(value)
-        rounding = 4 * U * (size + length_up(origin.flatten()))
-        return Rows(value, torch.linalg.vector_norm(of_heads, dim=0) * UP + rounding), size
+            weight = (own[0] - highest).exp()
+            means, total = means.addcmul(weight, own[1]), total + weight
+            longest = torch.maximum(longest, length_up(own[1]))
+        rounding = of_sum(scores.shape[-1] + 16)
+        moved = ((2 * error + rounding).expm1() + rounding) * longest
+        return merge_heads((means / total).add_(origin)), moved
 
 
 class EnclosedDotProducts(EnclosedAttention):
@@ -172,8 +170,22 @@ class EnclosedDotProducts(EnclosedAttention):
     ) -> None:
         super().__init__(list(w_qkv), position, output, length)
         self.factor = temperature.map(lambda t: t[:, None, None])
-        self.in_ball, self.sees_itself = in_ball, not strictly_causal
+        self.in_ball = self.has_rows = in_ball
+        self.sees_itself = not strictly_causal
         self.num_reads = 3 if self.sees_itself else 1
+        if in_ball:  # a head's numbers are measured by ‖T‖₂ (docs/numerics.md §16), roughly
+            heads, tau = len(temperature.middle), temperature.middle[:, None]
+            query, key, value = (split_heads(w.middle, heads) for w in self.weights[:3])
+            parts = [tau[..., None] * query]
+            if self.sees_itself:
+                parts += [tau[..., None] / 2 * key, value]
+            exponent = torch.linalg.matrix_norm(torch.cat(parts, -1)).log2().round()
+            self.of_heads = exponent.clamp(-64, 64).nan_to_num(0).exp2()
+            units = self.of_heads[:, None].expand(-1, value.shape[-1])
+            self.units = units.flatten()
+            self.read_units = [u.flatten() for u in (units / tau, 2 * units / tau, units)]
+            last = torch.ones_like(self.bias[0]).triu(int(strictly_causal)).bool()
+            self.visible = self.bias.masked_fill(last, -math.inf)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """Means of every row, keys, and values relative to their mean."""
@@ -192,6 +204,43 @@ class EnclosedDotProducts(EnclosedAttention):
             k, v = kv
             own = (q * k).sum()[..., None], v - constant(origin)
         return self.attended(logits, values, own, places, origin), past
+
+    def remembered(self, past: tuple[Enclosure, Enclosure, Tensor]) -> Any:
+        """Midpoints, and how far they and all before may move the heads together, by token.
+
+        With |q| < 1 and E‖v − Y‖² ≤ 1 keys and values move a head by at most max |dv| + τ |dk|.
+        """
+        (k, v), origin = (part.single() for part in past[:2]), past[2]
+        off = length_up(v.radius) + self.factor.middle[..., 0] * length_up(k.radius)
+        off = (off.cummax(-1).values / self.of_heads[:, None]).norm(dim=0) * UP
+        return k.middle, v.middle, origin, off
+
+    def nearby(self, z: list[Rows], places: Tensor, past: Any) -> tuple[Rows, Tensor]:
+        """As :meth:`.EnclosedBranch.nearby`, by the theorem on diagonal blocks (§16).
+
+        If only its own token moves, a head moves by at most ‖dz T‖, in the units of the reads the
+        length of all dz together.
+        """
+        keys, values, origin, off = past
+        last = int(places.max())
+        keys, values = (part[:, : last + 1] for part in (keys, values))
+        heads = len(keys)
+        q, *kv = (into_ball(split_heads(part.value, heads), 1.0) for part in z)
+        tau = self.factor.middle
+        scores = self.visible[:, places, : last + 1].baddbmm_(tau * q, keys.mT)
+        own = None
+        if self.sees_itself:
+            k, v = kv
+            score = tau[..., 0] * torch.linalg.vecdot(q, k) + self.bias[:, places, places]
+            own = score.unsqueeze(-1), v - origin
+        # Of q, k and v, of their products, and of the bias.
+        rounding = 4 * of_sum(q.shape[-1] + 16)
+        error = rounding * (tau[..., 0] + self.largest_bias)
+        value, moved = self.attended_nearby(scores, error, values, own, origin)
+        moved = (moved + rounding) / self.of_heads[:, None]
+        error = torch.stack([part.error for part in z]).norm(dim=0) + moved.norm(dim=0) + off[last]
+        assert self.units is not None
+        return Rows(value, error * UP), length_up(value / self.units)
 
 
 def weight(x: Tensor) -> Enclosure:

@@ -47,9 +47,11 @@ class Rows(NamedTuple):
         size = torch.linalg.vector_norm(self.value, dim=-1)
         return size * (1 - 2.0**-30) - self.error, self.error
 
-    def up_to(self, count: int) -> "Rows":
-        """The first rows."""
-        return Rows(self.value[..., :count, :], self.error[..., :count])
+    @staticmethod
+    def of(x: Enclosure, units: Tensor | float = 1.0) -> "Rows":
+        """The rows of an enclosure, with errors measured after division by ``units``."""
+        x = x.single()
+        return Rows(x.middle, length_up(x.radius / units) * UP)
 
 
 class Map:

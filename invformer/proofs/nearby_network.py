@@ -27,7 +27,10 @@ class NearbyNetwork:
         self.shifts = torch.stack([view.shift.middle for view in views])
         radii = torch.stack([view.shift.radius for view in views])
         self.of_shifts = 8 * U * length_up(self.shifts) + length_up(radii.double())
-        self.reads = [[Map(w.middle, b.units) for w in b.reads] for b in self.branches]
+        self.reads = [
+            [Map(w.middle, u) for w, u in zip(b.reads[: b.num_reads], b.read_units, strict=False)]
+            for b in self.branches
+        ]
         # V A⁻¹, and norms of (units V) A⁻¹ A′ for every later view: an error's, and of rounding.
         self.writes = [s.branch.weights[-1].middle / s.factor.middle for s in network.steps]
         self.norms: list[tuple[Tensor, Tensor]] = []
@@ -41,31 +44,32 @@ class NearbyNetwork:
     @staticmethod
     def is_possible(network: Network) -> bool:
         """True if there are formulas for every branch, and nothing between it and the channels."""
-        return all(s.makes is None and s.branch.nearby is not None for s in network.steps)
+        return all(s.makes is None and s.branch.has_rows for s in network.steps)
 
     def __call__(
         self,
         symbols: Integer[Tensor, "rows"],
         places: Integer[Tensor, "rows"],
-        past: list[Any] | None,
+        past: list[Any],
     ) -> tuple[Rows, list[Any]]:
-        """As :class:`.Network`."""
+        """As :class:`.Network`, of symbols that continue a text that is :meth:`remembered`."""
         x = self.symbols[symbols] + self.positions[places]
         x = nn.functional.pad(x, (0, self.padding))
         rounded = U * x.abs()
         errors: list[tuple[Tensor, Tensor]] = []
-        kept = []
         for index, branch in enumerate(self.branches):
             seen, size = self.seen(index, x, rounded, errors)
-            reads = self.reads[index][: None if past is None else branch.num_reads]
-            z = [w(seen, size) for w in reads]
-            assert branch.nearby is not None
-            value, size, own = branch.nearby(z, places, None if past is None else past[index])
+            z = [w(seen, size) for w in self.reads[index]]
+            value, size = branch.nearby(z, places, past[index])
             x = x + value.value @ self.writes[index]
             rounded.add_(x.abs(), alpha=U)
             errors.append((value.error, size))
-            kept.append(own)
-        return self.seen(len(self.branches), x, rounded, errors)[0], kept
+        return self.seen(len(self.branches), x, rounded, errors)[0], past
+
+    def remembered(self, kept: list[Any]) -> list[Any]:
+        """A text, from what a :class:`.Network` has kept of it."""
+        pairs = zip(self.branches, kept, strict=True)
+        return [branch.remembered(own) for branch, own in pairs]
 
     def seen(
         self, view: int, x: Tensor, rounded: Tensor, errors: list[tuple[Tensor, Tensor]]

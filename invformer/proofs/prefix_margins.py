@@ -163,7 +163,7 @@ def evidence_of(
     at_once = ROWS if nearby is None else CANDIDATES
     few = max(1, ROWS // num_symbols)
 
-    def text(network: Any) -> tuple[Any, list[Any]]:
+    def text(network: Network) -> tuple[Enclosure, list[Any]]:
         if network not in pushed:
             pushed[network] = network(tokens, everywhere, None)
         return pushed[network]
@@ -180,12 +180,14 @@ def evidence_of(
             if nearby is None:
                 compared = compare(network, past, *given, *where).unflatten(-1, is_own.shape)
             else:
-                compared = compare(nearby, text(nearby)[1], *given, *where)
+                compared = compare(nearby, nearby.remembered(past), *given, *where)
                 compared = compared.unflatten(-1, is_own.shape)
                 margin, error, excess, _ = compared
                 least = (margin + 2 * error).masked_fill(is_own, math.inf).amin(-1, keepdim=True)
                 near = ~((margin > least) & (excess > 0))  # or NaN
                 if near.double().mean() > 0.5:
+                    if not accurate:
+                        return at(places, accurate=True)
                     nearby, at_once = None, ROWS
                 error.zero_()
                 compared[:3, near] = compare(network, past, *given, *where[:, near.flatten()])[:3]

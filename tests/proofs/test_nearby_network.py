@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from invformer.branches.enclosed import EnclosedBranch
 from invformer.branches.nearby import Rows

@@ -30,6 +30,8 @@ class EnclosedFeedForward(EnclosedBranch):
     If V has one more row, that is added to every output.
     """
 
+    has_rows = True
+
     def __init__(self, w_in: Tensor, b_in: Tensor, output: Tensor, activation: Activation) -> None:
         super().__init__(list(w_in.split(output.shape[-1], dim=-2)), output)
         self.b_in, self.has_bias = weight(b_in), len(output) > len(b_in)
@@ -38,7 +40,9 @@ class EnclosedFeedForward(EnclosedBranch):
         w, v = (x.middle for x in (self.weights[0], self.weights[-1]))
         balance = w.square().sum(0) / v[: w.shape[-1]].square().sum(-1)
         exponent = (balance.log2() / 4).round().clamp(-64, 64).nan_to_num(0)
-        self.units = nn.functional.pad(exponent.exp2(), (0, self.has_bias), value=1.0)
+        self.of_hidden = exponent.exp2()
+        self.read_units = [self.of_hidden] * len(self.reads)
+        self.units = nn.functional.pad(self.of_hidden, (0, self.has_bias), value=1.0)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """φ, and x_{i−l} W_l of every l ≥ 1."""
@@ -48,15 +52,13 @@ class EnclosedFeedForward(EnclosedBranch):
         found = activate(hidden, self.activation)
         return found.with_one() if self.has_bias else found, past
 
-    def nearby(self, z: list[Rows], places: Tensor, past: Any) -> tuple[Rows, Tensor, Any]:
+    def remembered(self, past: list[Enclosure]) -> list[Rows]:
+        """x_{i−l} W_l of every l ≥ 1."""
+        return [Rows.of(part, self.of_hidden) for part in past]
+
+    def nearby(self, z: list[Rows], places: Tensor, past: list[Rows]) -> tuple[Rows, Tensor]:
         """As :meth:`.EnclosedBranch.nearby`, by |φ(h)| ≤ |h| and sup |φ′|."""
-        if past is None:
-            past = [
-                Rows(delay(part.value, lag), delay(part.error[:, None], lag).squeeze(-1))
-                for lag, part in enumerate(z[1:], 1)
-            ]
-        assert self.units is not None
-        inverse = 1 / self.units[: z[0].value.shape[-1]]
+        inverse = 1 / self.of_hidden
         hidden, error, size = z[0].value, z[0].error, z[0].error
         for part in (Rows(self.b_in.middle, torch.zeros_like(error[:1])), *past):
             rows = slice(None) if part.value.ndim == 1 else places
@@ -67,7 +69,7 @@ class EnclosedFeedForward(EnclosedBranch):
         error = (SLOPE[self.activation] * error + ACTIVATION_ERROR * size) * UP
         if self.has_bias:
             value, size = nn.functional.pad(value, (0, 1), value=1.0), size + 1
-        return Rows(value, error), size, past
+        return Rows(value, error), size
 
 
 def activate(x: Enclosure, activation: Activation) -> Enclosure:

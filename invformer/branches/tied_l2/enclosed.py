@@ -1,10 +1,11 @@
 """Tied L2 attention in enclosures of real numbers."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from invformer.branches.enclosed import EnclosedAttention
 from invformer.branches.heads import InputMaps, OutputMaps
@@ -19,6 +20,8 @@ from invformer.weights.position_bias import VisibilityMask
 class EnclosedL2Attention(EnclosedAttention):
     """Tied L2 attention: the logits are −‖q_i − q_j‖²/√d = (q_i·q_j − ‖q_j‖²/2 − ‖q_i‖²/2) 2/√d."""
 
+    has_rows = True
+
     def __init__(
         self, w_q: InputMaps, g: OutputMaps, position: VisibilityMask, length: int
     ) -> None:
@@ -26,6 +29,8 @@ class EnclosedL2Attention(EnclosedAttention):
         self.num_heads, _, d_head = w_q.shape
         quarter = constant(torch.full_like(w_q[:1, :1, :1], d_head / 4))
         self.factor = paired(quarter).inverse_root()
+        not_before = torch.ones_like(self.bias[0]).triu().bool()
+        self.before = self.bias.masked_fill(not_before, -math.inf)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """Means of every row, and q relative to its mean."""
@@ -46,26 +51,38 @@ class EnclosedL2Attention(EnclosedAttention):
         own = logits[..., :1] * constant(behind.middle.new_zeros(())), q
         return self.attended(logits, keys, own, places, origin), past or (q, origin)
 
-    def nearby(self, z: list[Rows], places: Tensor, past: Any) -> tuple[Rows, Tensor, Any]:
+    def remembered(self, past: tuple[Enclosure, Tensor]) -> Any:
+        """Keys relative to their mean, the mean, and the errors of every head's worst key so far.
+
+        These are of all heads together, by token.
+        """
+        keys, origin = past[0].single(), past[1]
+        off = length_up(keys.radius).cummax(-1).values.norm(dim=0) * UP
+        return keys.middle, origin, off
+
+    def nearby(self, z: list[Rows], places: Tensor, past: Any) -> tuple[Rows, Tensor]:
         """As :meth:`.EnclosedBranch.nearby`: ‖q − k‖² moves by at most e (2 ‖q − k‖ + e)."""
-        q = split_heads(z[0].value, self.num_heads)  # (H, rows, d)
-        origin = q.mean(-2, keepdim=True) if past is None else past[1]
-        q = q - origin
+        keys, origin, off = past
+        last = int(places.max())
+        keys, off = keys[:, : last + 1], off[last]
+        q = split_heads(z[0].value, self.num_heads) - origin  # (H, rows, d)
         squares = torch.linalg.vecdot(q, q)
-        near = Rows(q, z[0].error + U * squares.sum(0).sqrt() * UP)
-        keys = (near if past is None else past[0]).up_to(int(places.max()) + 1)
+        of_query = z[0].error + U * squares.sum(0).sqrt() * UP
         root = q.shape[-1] ** -0.5
-        theirs = torch.linalg.vecdot(keys.value, keys.value)
-        logits = (q * (2 * root)) @ keys.value.mT
-        logits.sub_(theirs.unsqueeze(-2) * root).sub_(squares.unsqueeze(-1) * root)
+        theirs = torch.linalg.vecdot(keys, keys)
+        # Bias and logits plus ‖q_i‖²/√d: of others (2 q_i·q_j − ‖q_j‖²)/√d, in one product.
+        left = nn.functional.pad(2 * root * q, (0, 1), value=-root)
+        right = torch.cat([keys, theirs.unsqueeze(-1)], -1).mT
+        scores = self.before[:, places, : last + 1].baddbmm_(left, right)
+        own = squares.unsqueeze(-1) * root + self.bias[:, places, places, None]
         far = (squares.sqrt() + theirs.amax(-1, keepdim=True).sqrt()) * UP  # ≥ ‖q_i − q_j‖
-        size = root * far.square() * UP
-        moved = near.error + keys.error.amax()
-        error = moved * (2 * far + moved) * root * UP + 4 * of_sum(q.shape[-1]) * size
-        own = torch.zeros_like(logits[..., :1]), near
-        both = torch.stack([error, size])
-        value, length = self.attended_nearby(logits, both, keys, own, places, origin)
-        return value, length, past or (near, origin)
+        size = root * far.square() * UP + self.largest_bias
+        both = of_query + off
+        error = both * (2 * far + both) * root * UP + 4 * of_sum(q.shape[-1] + 4) * size
+        value, moved = self.attended_nearby(scores, error, keys, (own, q), origin)
+        size = length_up(value)
+        rounding = 4 * U * (size + length_up(origin.flatten()))
+        return Rows(value, (moved.norm(dim=0) + both + rounding) * UP), size
 
 
 def squares(q: Enclosure) -> Enclosure:
