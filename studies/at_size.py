@@ -390,7 +390,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 
 
 PLAN = Plan()
-STUDY = Study(Options, Case, Result, PLAN.cases, measure, PLAN.summarise, draw)
-
-if __name__ == "__main__":
-    program(STUDY)
+STUDY = program(Study(Options, Case, Result, PLAN.cases, measure, PLAN.summarise, draw))

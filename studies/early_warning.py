@@ -394,7 +394,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     return figure
 
 
-STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
-
-if __name__ == "__main__":
-    program(STUDY)
+STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))

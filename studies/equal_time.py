@@ -191,7 +191,4 @@ def measure_nanogpt(case: Case, device: torch.device) -> Result:
 
 summarise = partial(price.summary_of, x="minutes", others=UNCERTIFIED, where="after {:g} min")
 draw = partial(price.figure_of, x="minutes", others=UNCERTIFIED, unit="minutes of a thread")
-STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
-
-if __name__ == "__main__":
-    program(STUDY)
+STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))

@@ -12,9 +12,9 @@ exponent of C nᵅ, or C (n − 1)ᵅ in unmasked attacks, is fitted with a boot
                   L2 attention with the same W^Q and W^V
 
 Verdict: the attacked layer, at the published R and at three lengths or more, has an exponent within
-0.05 of ½ and C within a factor of two of the paper's. Of pretrained weights: the intervals of all
-attention modules end below ½. One head alone is √(n − 1) for any weights (Prop. 3.4) and checks the
-code; the rest is not in the paper.
+0.05 of ½, and C of C √n within a factor of two of the paper's. Of pretrained weights: the intervals
+of all attention modules end below ½. One head alone is √(n − 1) for any weights (Prop. 3.4) and
+checks the code; the rest is not in the paper.
 """
 
 import copy
@@ -338,7 +338,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     for part, one in found:
         if one and part[0][0].text:
             kinds.setdefault(title(part[0][0]), []).append(one)
-    others = [finding(part, one) for part, one in found if one and not part[0][0].text]
+    others = [x for part, one in found if one and not part[0][0].text for x in claims(part, one)]
     return Summary(lines, [*(of_kind(kind, some) for kind, some in kinds.items()), *others])
 
 
@@ -354,19 +354,21 @@ def of_kind(kind: str, found: list[Fit]) -> Finding:
     return None if kind.startswith(BLOCK) else below == len(found), words
 
 
-def finding(part: Part, one: Fit) -> Finding:
-    """The fit in words, and whether it is the paper's."""
+def claims(part: Part, one: Fit) -> list[Finding]:
+    """The fit in words, and whether exponent and coefficient are the paper's."""
     case = part[0][0]
     words = f"{label(case)}: {one}"
     if case.attacked not in ("heads", "layer"):
-        return None, words
+        return [(None, words)]
     # C of C √n, least squares in logarithms, as the paper gives it
     logs = (math.log(x) - math.log(c.num_tokens) / 2 for c, r in part for x in r.constants)
     coefficient = math.exp(fmean(logs))
+    size = f"{label(case)}: C of C n^(1/2) {coefficient:.3g}, the paper's layer {PUBLISHED_C:g}"
+    if case.attacked == "heads":
+        return [(None, words), (None, size)]
+    near = abs(one.exponent - 0.5) <= EXPONENT_TOLERANCE
     ratio = max(coefficient / PUBLISHED_C, PUBLISHED_C / coefficient)
-    holds = abs(one.exponent - 0.5) <= EXPONENT_TOLERANCE and ratio <= COEFFICIENT_FACTOR
-    words = f"{words}, C of C n^(1/2) {coefficient:.3g}, the paper's layer {PUBLISHED_C:g}"
-    return holds if case.attacked == "layer" else None, words
+    return [(near, words), (ratio <= COEFFICIENT_FACTOR, size)]
 
 
 def title(case: Case) -> str:
@@ -394,7 +396,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     return figure
 
 
-STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
-
-if __name__ == "__main__":
-    program(STUDY)
+STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))

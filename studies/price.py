@@ -201,7 +201,4 @@ def figure_of(rows: Rows[Case, Result], x: str, others: Collection[str], unit: s
 
 summarise = partial(summary_of, x="budget", others=[TWIN], where="at {:g} steps")
 draw = partial(figure_of, x="budget", others=[TWIN], unit="optimiser steps")
-STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
-
-if __name__ == "__main__":
-    program(STUDY)
+STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, Literal, NoReturn, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -37,6 +37,7 @@ from studies.rows import AnyCase, AnyResult, Measured, RowFile
 SEED = "[0, 4294967295]"
 
 AnyOptions = TypeVar("AnyOptions", bound="StudyOptions")
+AnyStudy = TypeVar("AnyStudy", bound="Study[Any, Any, Any]")
 
 
 @dataclass(kw_only=True)
@@ -107,9 +108,11 @@ def grid(
     ]
 
 
-def program(study: Study[Any, Any, Any]) -> NoReturn:
-    """What ``python -m studies.NAME`` does."""
-    raise SystemExit(main(study, sys.argv[1:]))
+def program(study: AnyStudy) -> AnyStudy:
+    """The study; if ``python -m studies.NAME`` has started its module, run it and exit."""
+    if study.options.__module__ == "__main__":
+        raise SystemExit(main(study, sys.argv[1:]))
+    return study
 
 
 def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
