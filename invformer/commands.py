@@ -4,7 +4,6 @@ Heavy imports stand inside the functions: a mistyped command line is answered be
 """
 
 import glob
-import math
 import os
 import sys
 import time
@@ -32,7 +31,6 @@ from invformer.errors import (
     DataError,
     Stopped,
 )
-from invformer.numerics.rounding import shortened_down
 from invformer.processes.console import outlive_console, printable
 from invformer.processes.exit import guarded, raised_signals, stop_on_signals
 from invformer.processes.ranks import end_with_launcher, is_rank
@@ -227,33 +225,10 @@ def invert(config: InvertConfig) -> None:
         assert stopped is not None
         raise stopped
     found = joined(model.vocabulary, shown.windows.values())
-    count, unit = len(found.symbols), "bytes" if model.vocabulary.is_bytes else "characters"
-    if given is not None:
-        right = [a == b for a, b in zip(given, found.symbols, strict=stopped is None)]
-        print(f"{sum(right)} of {count} {unit} recovered, ", end="")
-        wrong = (sure and not same for sure, same in zip(found.proven, right, strict=True))
-        if not known and any(wrong):
-            raise CertificateViolation("a proven character is wrong: a bug in invformer")
-    solver = f", the solver's part at most {found.error_bound:.2g}" if found.error_bound < 1 else ""
-    whys = {
-        f"none: {found.unproven}": found.unproven,
-        "not asked for": not config.prove,
-        f"the first {found.tried} of {len(z)} were tried": found.tried < len(z),
-    }
-    why = next((f" ({why})" for why, holds in whys.items() if holds), "")
-    print(f"{sum(found.proven)} of {count} proven{why}")
-    if known and any(found.proven):
-        print("proven: every text whose states such damage turns into these begins so,")
-        print(
-            f"if no forward pass rounds an entry by more than {rounding:.2g}: assumed, not proven"
-        )
-    if found.radius > 0:
-        radius = shortened_down(found.radius)
-        print(f"any other symbols have a state farther than {radius} from the given one")
-    if not math.isnan(found.residual):
-        print(f"error {found.residual:.2g} at the embedding{solver}")
-    steps = f"at most {found.num_steps} solver steps in a layer, " if found.num_steps else ""
-    print(f"{steps}{seconds:.2f} s", flush=True)
+    symbols = zip(given or found.symbols, found.symbols, found.proven, strict=stopped is None)
+    if not damaged and any(sure and a != b for a, b, sure in symbols):
+        raise CertificateViolation("a proven character is wrong: a bug in invformer")
+    print(*shown.conclusion(found, config.prove, rounding, seconds), sep="\n", flush=True)
     if stopped:
         raise stopped
 

@@ -1,11 +1,14 @@
 """A text beside the text recovered from its states, as it is shown."""
 
+import math
 import unicodedata
 from collections.abc import Iterator
+from operator import eq
 from typing import Any
 
 from invformer.data.vocabulary import Vocabulary
 from invformer.evaluation.marked_text import marks, readable
+from invformer.numerics.rounding import shortened_down
 from invformer.processes.bar import Bar
 from invformer.processes.console import printable
 
@@ -124,3 +127,37 @@ class Shown:
             self.print_lines(is_all=True)
         if self.is_proof and not all(self.proven):
             print("✓ proven   · not proven   ✗ wrong")
+
+    def conclusion(
+        self, found: Any, is_proof_asked: bool, rounding: float | None, seconds: float
+    ) -> Iterator[str]:
+        """What was recovered and proven in the end, and by which numbers.
+
+        ``rounding`` is what a forward pass is assumed to round by if the states were damaged.
+        """
+        count, proven = len(found.symbols), sum(found.proven)
+        said = f"{proven} of {count} proven"
+        if self.given is not None:
+            right = sum(map(eq, self.given, found.symbols))
+            unit = "bytes" if self.vocabulary.is_bytes else "characters"
+            said = f"{right} of {count} {unit} recovered, {said}"
+        if found.unproven:
+            said += f" (none: {found.unproven})"
+        elif not is_proof_asked:
+            said += " (not asked for)"
+        elif found.tried < self.count:
+            said += f" (the first {found.tried} of {self.count} were tried)"
+        yield said
+        if rounding is not None and proven:
+            yield "proven: every text whose states such damage turns into these begins so,"
+            limit = f"{rounding:.2g}: assumed, not proven"
+            yield f"if no forward pass rounds an entry by more than {limit}"
+        if found.radius > 0:
+            radius = shortened_down(found.radius)
+            yield f"any other symbols have a state farther than {radius} from the given one"
+        if not math.isnan(found.residual):
+            bound = found.error_bound
+            solver = f", the solver's part at most {bound:.2g}" if bound < 1 else ""
+            yield f"error {found.residual:.2g} at the embedding{solver}"
+        steps = f"at most {found.num_steps} solver steps in a layer, " if found.num_steps else ""
+        yield f"{steps}{seconds:.2f} s"
