@@ -78,14 +78,14 @@ def against_all(tokens: Tensor, proven: Tensor, near: Tensor) -> Counter[str]:
 
 
 def test_no_proof_about_a_hostile_model_is_false() -> None:
-    found = sum((tried(seed, count=4) for seed in range(len(MODELS))), Counter())
+    found = sum((tried(seed, count=1) for seed in range(len(MODELS))), Counter())
     assert found["false"] == 0
-    assert found["proven"] > 300
+    assert found["proven"] > 200
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 900, 9))
-def test_no_proof_about_many_hostile_models_is_false(first: int) -> None:
+@pytest.mark.parametrize("first", range(0, 90, 9))
+def test_a_million_pairs_of_proof_and_text_hold_no_false_proof(first: int) -> None:
     found = sum((tried(seed) for seed in range(first, first + 9)), Counter())
     assert found["false"] == 0
-    assert found["proven"] > 300
+    assert found["pairs"] > 500_000

@@ -89,7 +89,7 @@ def test_rows_within_their_errors_stay_within_them_through_a_branch(
 
         found, _ = branch.nearby([Rows(t, 0 * t[:, 0] + error) for t in rows], at, past(z, radius))
         inner = torch.ones(1) if branch.units is None else branch.units
-        for share in torch.linspace(0, 1, 50).tolist():
+        for share in torch.linspace(0, 1, 9).tolist():
             moved = [t + torch.randn_like(t).sign() * r for t, r in zip(z, radius, strict=True)]
             of_rows = [
                 off_by(share * error, t, u) for t, u in zip(rows, units[:count], strict=True)
