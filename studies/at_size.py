@@ -53,8 +53,8 @@ from invformer.errors import ConfigurationError
 from invformer.runs.checkpoint import newest_checkpoint
 from invformer.runs.machine import pick_device
 from invformer.training.optimizers import build_optimizer
-from studies import price
-from studies.price import ALLOWED, QUIET, TWIN, evaluated
+from studies import kinds
+from studies.kinds import ALLOWED, QUIET, TWIN, evaluated
 from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table
 from studies.rows import RowFile
 from studies.runs import call, validations, words_of
@@ -124,7 +124,7 @@ class Options(StudyOptions):
 
 
 @dataclass(frozen=True)
-class Case(price.Case):
+class Case(kinds.Case):
     """One run of ``train.py``, of ``budget`` steps, or a step that is timed."""
 
     folder: str = field(compare=False)  # another on another machine

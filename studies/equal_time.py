@@ -5,7 +5,7 @@ each; ``seconds.json`` keeps the times, so that the same command asks for the sa
 has a schedule of its own. As steps are fixed, a busy machine changes no result.
 
 nanoGPT is what its README trains on a CPU, with its own learning rate and with the best of three.
-Our models are runs of ``train.py`` as in :mod:`studies.price`, at one rate of Muon. All see the
+Our models are runs of ``train.py`` as in studies/price.py, at one rate of Muon. All see the
 same windows in the same order, and the same code scores them on whole splits.
 
 Verdict: every certified kind is at most ``ALLOWED`` nats behind the best other kind of each time.
@@ -37,13 +37,13 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import denormals_flushed
 from invformer.runs.files import write_json
 from invformer.training.optimizers import build_optimizer, warmup_cosine
-from studies import price
-from studies.price import QUIET, TWIN, Result
+from studies import kinds
+from studies.kinds import QUIET, TWIN, Result
 from studies.runs import words_of
 from studies.study import Study, StudyOptions, program, progress
 from studies.training import GRAD_CLIP, encoded, train
 
-Kind = Literal["nanogpt", "nanogpt_tuned", price.Kind]
+Kind = Literal["nanogpt", "nanogpt_tuned", kinds.Kind]
 NANOGPT, TUNED = "nanogpt", "nanogpt_tuned"
 RATE = 1e-3  # nanoGPT's own
 SETTINGS = (
@@ -51,7 +51,7 @@ SETTINGS = (
     "model.position_bias=false model.attention_kernel=sdpa "
     "optim=adamw optim.weight_decay=0.1 optim.min_lr_fraction=0.1"
 )
-KINDS = {NANOGPT: SETTINGS, TUNED: SETTINGS, **price.KINDS}
+KINDS = {NANOGPT: SETTINGS, TUNED: SETTINGS, **kinds.KINDS}
 UNCERTIFIED = (NANOGPT, TUNED, TWIN)
 TURN = 10  # steps of a kind before the next one's turn
 
@@ -74,7 +74,7 @@ class Options(StudyOptions):
 
 
 @dataclass(frozen=True)
-class Case(price.Case):
+class Case(kinds.Case):
     """One run, of as many steps as fit into ``minutes``."""
 
     minutes: float
@@ -99,8 +99,8 @@ def cases(options: Options) -> list[Case]:
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train, and score both splits."""
-    ours = case.kind in price.KINDS
-    return price.measure(case, device) if ours else measure_nanogpt(case, device)
+    ours = case.kind in kinds.KINDS
+    return kinds.measure(case, device) if ours else measure_nanogpt(case, device)
 
 
 def step_seconds(options: Options) -> dict[str, float]:
@@ -189,6 +189,6 @@ def measure_nanogpt(case: Case, device: torch.device) -> Result:
     )  # fmt: skip
 
 
-summarise = partial(price.summary_of, x="minutes", others=UNCERTIFIED, where="after {:g} min")
-draw = partial(price.figure_of, x="minutes", others=UNCERTIFIED, unit="minutes of a thread")
+summarise = partial(kinds.summary_of, x="minutes", others=UNCERTIFIED, where="after {:g} min")
+draw = partial(kinds.figure_of, x="minutes", others=UNCERTIFIED, unit="minutes of a thread")
 STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))

@@ -33,10 +33,17 @@ from invformer.config.schema import MANY
 from invformer.config.section import option
 from invformer.nn.transformer import PreNormBlock
 from invformer.weights.position_bias import VisibilityMask
-from studies import depth_stability, kim
+from studies import kim
 from studies.report import Figure, Finding, Rows, Summary, by, look_of, panels, table, values
-from studies.study import Study, grid, program, progress
-from studies.training import ModelOptions, train_by_adam
+from studies.study import Study, case_of, grid, program, progress
+from studies.training import (
+    AdamOptions,
+    ModelCase,
+    ModelOptions,
+    TextConfig,
+    new_model,
+    train_by_adam,
+)
 
 Map = Literal["dot_product", "l2", "contractive_kim", "contractive"]
 Weights = Literal["random", "trained"]
@@ -97,7 +104,7 @@ def cases(options: Options) -> list[Case]:
     random = {"weights": "random", "train_steps": 0, "sha256": ""}
     found = grid(Case, options, random, map=get_args(Map), **inputs)
     if options.train_steps:
-        trained = {"weights": "trained", "sha256": training("l2", options).sha256}
+        trained = {"weights": "trained", "sha256": training(options).sha256}
         found += grid(Case, options, trained, map=("dot_product", "l2"), **inputs)
     return found
 
@@ -108,7 +115,7 @@ def measure(case: Case, device: torch.device) -> Result:
     if case.weights == "random":
         attention, factor = random_attention(case)
     else:
-        attention, factor = trained_attention(training(case.map, case)), 1.0
+        attention, factor = trained_attention(case.map, training(case)), 1.0
     f, x = attention.to(device), inputs_of(case).to(device)
     scale, spread = case.scale * factor, f(x).std() / x.std()
     errors = reconstruction_errors(lambda x: scale * f(x), x, case.num_steps)
@@ -154,21 +161,19 @@ def random_attention(case: Case) -> tuple[nn.Module, float]:
     return module, factor
 
 
-def training(map: Map, size: Options | Case) -> depth_stability.Case:
-    """A one-layer model of the study of depth, with as many tokens and channels."""
-    options = depth_stability.Options(
-        kinds=[map], depths=[1], d_model=size.d_model, num_heads=size.num_heads,  # pyright: ignore
-        seq_len=size.seq_len, num_steps=size.train_steps, seed=size.seed, lr=2e-3,
-        position_bias=False,
+def training(size: Options | Case) -> ModelCase:
+    """The training of a one-layer model with as many tokens and channels."""
+    return case_of(
+        ModelCase, size, **TextConfig().case_fields(size.seq_len), num_layers=1, lr=2e-3,
+        batch_size=AdamOptions.batch_size, num_steps=size.train_steps,
     )  # fmt: skip
-    return depth_stability.cases(options)[0]
 
 
 @lru_cache(maxsize=4)
 @torch.enable_grad()
-def trained_attention(case: depth_stability.Case) -> nn.Module:
+def trained_attention(map: Map, case: ModelCase) -> nn.Module:
     """The attention of a one-layer language model after some training, in float64."""
-    model = depth_stability.build_kind(case)
+    model = new_model(case, name=map, certificate=None, position_bias=False)
     train_by_adam(model, case)
     block = model.stack.blocks[0]
     assert isinstance(block, PreNormBlock)

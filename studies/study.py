@@ -87,7 +87,7 @@ class Study(Generic[AnyOptions, AnyCase, AnyResult]):
     draw: Callable[[Rows[AnyCase, AnyResult]], Figure]
 
 
-def case_of(kind: type[AnyCase], chosen: StudyOptions, /, **values: Any) -> AnyCase:
+def case_of(kind: type[AnyCase], chosen: object, /, **values: Any) -> AnyCase:
     """A case with the given values, in other fields options of the same name, or their defaults."""
     names = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]
     same = {name: getattr(chosen, name) for name in names if hasattr(chosen, name)}

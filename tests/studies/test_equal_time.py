@@ -9,9 +9,9 @@ import torch
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.nn import CharTransformer
-from studies import equal_time, price
+from studies import equal_time, kinds
 from studies.equal_time import KINDS, Case, Options, build, cases, summarise
-from studies.price import Result, command
+from studies.kinds import Result, command
 
 SMALL = ["model.d_model=16", "model.num_heads=2", "model.d_ff=16", "data.test_fraction=0.1"]
 
@@ -34,7 +34,7 @@ def test_the_kinds_whose_losses_are_compared_are_of_one_size() -> None:
         config = load_config(KINDS[kind].split(), TrainConfig)
         return sum(p.numel() for p in build(config, 51)[0].parameters())
 
-    sizes = [size(kind) for kind in price.KINDS]
+    sizes = [size(kind) for kind in kinds.KINDS]
     assert max(sizes) < 1.01 * min(sizes)
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from studies import price
-from studies.price import Case, Options, Result, cases, chosen, command, draw, summarise
+from studies import kinds
+from studies.kinds import Case, Result, chosen, command
+from studies.price import Options, cases, draw, summarise
 
 
 def row(kind: str, rate: float, val: float, test: float, seed: int = 0) -> tuple[Case, Result]:
@@ -51,5 +52,5 @@ def test_a_run_that_overfits_counts_with_its_best_checkpoint(
     case = Case("twin", 2000, 0.01, 0, "", str(tmp_path))
     (case.run / "evaluation").mkdir(parents=True)
     (case.run / "evaluation" / "ptb-test-1500.json").write_text('{"nats": 1.2}')
-    monkeypatch.setattr(price, "call", lambda *words: None)
-    assert price.evaluated(case, "test", torch.device("cpu")) == {"nats": 1.2}
+    monkeypatch.setattr(kinds, "call", lambda *words: None)
+    assert kinds.evaluated(case, "test", torch.device("cpu")) == {"nats": 1.2}
