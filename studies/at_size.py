@@ -390,4 +390,5 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 
 
 PLAN = Plan()
-STUDY = program(Study(Options, Case, Result, PLAN.cases, measure, PLAN.summarise, draw))
+STUDY = Study(Options, Case, Result, PLAN.cases, measure, PLAN.summarise, draw)
+program(STUDY)  # which has its name by then: a plan times steps as rows of it
