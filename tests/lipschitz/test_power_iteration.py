@@ -87,11 +87,12 @@ def test_the_norm_of_a_matrix_is_found_from_below(norm: str) -> None:
 def test_no_sample_depends_on_its_batch_mates_and_nan_never_converges(norm: str) -> None:
     matrix = torch.randn(4, 40, 40, generator=torch.Generator().manual_seed(1))
     matrix[1], matrix[2] = torch.eye(40), torch.nan
-    together = operator_norm(from_matrix(matrix, 8), norm, num_steps=7, rtol=0)
-    for i in (0, 1, 3):
-        alone = operator_norm(from_matrix(matrix[i], 8), norm, num_steps=7, rtol=0)
-        torch.testing.assert_close(together.value[i], alone.value, rtol=1e-9, atol=0)
-    assert not together.converged[2]
+    for num_steps, rtol in ((7, 0.0), (60, 0.02)):  # a sample that has converged stays as it is
+        together = operator_norm(from_matrix(matrix, 8), norm, num_steps=num_steps, rtol=rtol)
+        for i in (0, 1, 3):
+            alone = operator_norm(from_matrix(matrix[i], 8), norm, num_steps=num_steps, rtol=rtol)
+            torch.testing.assert_close(together.value[i], alone.value, rtol=1e-9, atol=0)
+        assert not together.converged[2]
 
 
 @pytest.mark.parametrize("norm", NORMS)
