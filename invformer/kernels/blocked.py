@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 # Queries of a block: as many as have so many logits, within these.
-BLOCK_ELEMENTS = 2**22
-MOST_ROWS, LEAST_ROWS = 64, 32
+BLOCK_ELEMENTS = 2**20
+MOST_ROWS, LEAST_ROWS = 128, 64
 
 
 def toeplitz(
@@ -43,19 +43,20 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor) -> Tensor
     batch, heads, tokens, _ = q.shape
     rows = BLOCK_ELEMENTS // max(1, batch * heads * tokens)
     rows = min(tokens, max(LEAST_ROWS, min(MOST_ROWS, rows)))
-    bias, parts = toeplitz(by_lag, rows), []
+    bias, parts, (q, k, v) = toeplitz(by_lag, rows), [], (t.flatten(0, 1) for t in (q, k, v))
     for begin in range(0, tokens, rows):
         end = min(tokens, begin + rows)
-        seen = k[..., :end, :], v[..., :end, :], bias[:, begin - end :, tokens - end :]
-        block = q[..., begin:end, :]
+        seen = k[:, :end], v[:, :end], bias[:, begin - end :, tokens - end :]
+        block = q[:, begin:end]
         if torch.is_grad_enabled():
             y = checkpoint(attended, block, *seen, use_reentrant=False, preserve_rng_state=False)
             parts.append(y)
         else:
             parts.append(attended(block, *seen))
-    return torch.cat(parts, -2)
+    return torch.cat(parts, -2).unflatten(0, (batch, heads))
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """softmax(q kᵀ + b) v of some queries."""
-    return (q @ k.mT + bias).softmax(-1) @ v
+    """softmax(q kᵀ + b) v of some queries; q, k, v of pairs of sample and head, b of heads."""
+    logits = torch.baddbmm(bias.repeat(len(q) // len(bias), 1, 1), q, k.mT)
+    return logits.softmax(-1) @ v
