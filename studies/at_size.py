@@ -1,4 +1,4 @@
-"""Certified models at nanoGPT's GPU size and at Kim et al.'s width, in a GPU's few minutes.
+r"""Certified models at nanoGPT's GPU size and at Kim et al.'s width, in a GPU's few minutes.
 
     python -m studies.at_size minutes=8 ptb=FOLDER shakespeare=FILE out=DIR
 
@@ -20,8 +20,14 @@ the spectral norm 0.2 η √width, so η is divided by the root of the width's g
 times as many characters, η would stay if gradients were exact and grow by √G if they were noise:
 the first rate takes the mean of both, G^¼; the further ones are both ends.
 
-FOLDER holds train.txt, valid.txt and test.txt of the Penn Treebank. A machine without a network
-takes along the checkout, both texts (7 MB) and what ``python -m tests.gpu.accept --wheels`` says;
+FOLDER holds train.txt, valid.txt and test.txt of the Penn Treebank. A machine that has PyTorch for
+its GPU but no network takes along the checkout, both texts (7 MB) and wheels for its Python::
+
+    pip download --no-deps -c constraints.txt -d wheels jaxtyping wadler-lindig lightning \
+      lightning-utilities torchmetrics omegaconf pyyaml safetensors fsspec packaging tqdm numpy \
+      matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil tzdata
+    pip install --no-index --no-deps wheels/*.whl
+
 ``out/rows.csv`` alone tells another machine what is done, ``out/runs`` what has begun.
 
 A processor trains tiny models, as a smoke test. There ``full=true steps=3 rates=1 minutes=1e4
