@@ -227,7 +227,7 @@ class EnclosedDotProducts(EnclosedAttention):
         heads = len(keys)
         q, *kv = (into_ball(split_heads(part.value, heads), 1.0) for part in z)
         tau = self.factor.middle
-        scores = self.visible[:, places, : last + 1].baddbmm_(tau * q, keys.mT)
+        scores = torch.baddbmm(self.visible[:, places, : last + 1], tau * q, keys.mT)
         own = None
         if self.sees_itself:
             k, v = kv

@@ -26,7 +26,9 @@ from tests.support.builders import (
 BY_ROWS = {
     **{name: make for name, make in MODELS.items() if name[:2] == "l2" and "without" not in name},
     "kernel 3": lambda: contractive_model(0.9, "causal", kernel=3, scaled=True),
+    "l2, no bias": lambda: contractive_model(position_bias=False),
     "unit ball": MODELS["unit ball"],
+    "unit ball, no bias": lambda: contractive_model(bounded=True, position_bias=False),
     "strictly causal, kernel 3": model_of_the_past,
 }
 

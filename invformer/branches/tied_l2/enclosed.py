@@ -73,7 +73,7 @@ class EnclosedL2Attention(EnclosedAttention):
         # Bias and logits plus ‖q_i‖²/√d: of others (2 q_i·q_j − ‖q_j‖²)/√d, in one product.
         left = nn.functional.pad(2 * root * q, (0, 1), value=-root)
         right = torch.cat([keys, theirs.unsqueeze(-1)], -1).mT
-        scores = self.before[:, places, : last + 1].baddbmm_(left, right)
+        scores = torch.baddbmm(self.before[:, places, : last + 1], left, right)
         own = squares.unsqueeze(-1) * root + self.bias[:, places, places, None]
         far = (squares.sqrt() + theirs.amax(-1, keepdim=True).sqrt()) * UP  # ≥ ‖q_i − q_j‖
         size = root * far.square() * UP + self.largest_bias
