@@ -111,22 +111,23 @@ class SubmoduleMonitor:
 
     def __init__(self, module: nn.Module, inputs: Any, seed: int, restored: dict[str, Any]) -> None:
         self.probe = SubmoduleProbe(module, inputs, seed)
+        self.is_first = True
         if restored:
             self.probe.load_state_dict(restored)
 
     def estimate(self, trainer: L.Trainer) -> None:
         """Record the local constant of every submodule; say once which have none."""
-        is_first = not self.probe.left
         gains = self.probe.gains()
         keys = tuple(f"lipschitz/{name or 'whole'}" for name in gains)
         if keys:
             values = torch.stack([gain.double() for gain in gains.values()])
             record(trainer, trainer.global_step, {keys: values})
         for name, said in {"skipped": "skips modules", "notes": "measures modules with"}.items():
-            if is_first and (held := getattr(self.probe, name)):
+            if self.is_first and (held := getattr(self.probe, name)):
                 counts = Counter(held.values()).items()
                 reasons = "; ".join(f"{why} ({count})" for why, count in counts)
                 rank_zero_info(f"the Lipschitz monitor {said}, see its `{name}`: {reasons}")
+        self.is_first = False
 
     def state_dict(self) -> dict[str, Any]:
         """The probe's vectors."""

@@ -149,13 +149,16 @@ def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(
 )
 @pytest.mark.usefixtures("single_precision")
 @pytest.mark.parametrize(("precision", "measured"), [("64-true", True), ("bf16-true", False)])
-def test_inputs_have_the_precision_of_a_foreign_trainers_batches(
-    precision: str, measured: bool
+def test_inputs_have_the_precision_of_a_foreign_trainers_batches_and_skips_are_told_once(
+    precision: str, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("invformer.training.monitor.rank_zero_info", said.append)
     monitor = LipschitzMonitor(torch.ones(2, 3))
     data = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2)
     own_trainer(monitor, max_steps=4, precision=precision).fit(Foreign(), data)
     assert ("net" not in monitor.skipped) == measured
+    assert len(said) == 1
 
 
 def test_a_stopwatch_compares_what_is_inside_with_what_is_outside(
