@@ -21,14 +21,7 @@ class Call:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         self.module = module
-        copies: dict[int, Tensor] = {}  # one for each tensor, though it may be several arguments
-
-        def kept(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return copies.setdefault(id(leaf), leaf.detach().clone())
-            return copied(leaf)
-
-        self.given = mapped((args, dict(named)), kept)
+        self.given = duplicate((args, dict(named)))
         self.x = next(filter(is_real, leaves(self.given)), None)
         self.output_shape = torch.Size()
 
@@ -78,8 +71,8 @@ def product(y: Tensor, x: Tensor, a: Tensor, create_graph: bool = False) -> Tens
 
 
 def called_with(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """``model(**inputs)`` for a single dictionary, otherwise ``model(*inputs)``; caches copied."""
-    inputs = mapped(inputs, lambda leaf: leaf if isinstance(leaf, Tensor) else copied(leaf))
+    """``model(**inputs)`` for a single dictionary, otherwise ``model(*inputs)``, with copies."""
+    inputs = duplicate(inputs)
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
         return model(**inputs[0])
     return model(*inputs)
@@ -96,8 +89,25 @@ def first_real(output: Any) -> Tensor | None:
 def leaves(value: Any) -> list[Any]:
     """What stands in nested containers, in their order."""
     found: list[Any] = []
-    mapped(value, lambda leaf: found.append(leaf))
+
+    def kept(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    mapped(value, kept)
     return found
+
+
+def duplicate(value: Any) -> Any:
+    """A copy of all that a module may overwrite; a tensor that stands twice is one copy."""
+    copies: dict[int, Tensor] = {}
+
+    def kept(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return copies.setdefault(id(leaf), leaf.detach().clone())
+        return copied(leaf)
+
+    return mapped(value, kept)
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -110,7 +120,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(item, change) for item in value))
+        return type(value)._make(mapped(item, change) for item in value)  # type: ignore[attr-defined]
     if isinstance(value, list | tuple):
         return type(value)([mapped(item, change) for item in value])
     return change(value)

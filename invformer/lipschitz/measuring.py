@@ -37,6 +37,8 @@ def measuring(model: nn.Module) -> Iterator[None]:
     device = next(model.parameters(), torch.empty(0)).device
     mha, set_class = torch.backends.mha, partial(setattr, checkpoint, "CheckpointFunction")
     with (
+        torch.inference_mode(False),
+        torch.no_grad(),
         untouched(model),
         evaluating(model),
         without_autocast(device),

@@ -50,12 +50,13 @@ def local_constants(
     does not mix them.
 
     The model is in eval mode meanwhile, autocast is off, activation checkpointing and fused
-    attention are replaced by what has second derivatives. Weights, buffers, attributes and random
-    numbers stay as they are. Values are gains of vectors, so below the constant up to rounding, and
-    nothing is proven about other inputs. Power iteration stops at a residual of ``rtol``, or after
-    ``num_steps`` of up to 3 backward passes each. A submodule is skipped, with the reason, if two
-    evaluations differ, if difference quotients contradict autograd's derivative (``no_grad``,
-    straight-through rounding), or if it has no second derivative.
+    attention are replaced by what has second derivatives. Weights, buffers, attributes, inputs
+    and random numbers stay as they are. Values are gains of vectors, so below the constant up to
+    rounding, and nothing is proven about other inputs. Power iteration stops at a residual of
+    ``rtol``, or after ``num_steps`` of up to 3 backward passes each. A submodule is skipped, with
+    the reason, if its output is not a number, if two evaluations differ, if difference
+    quotients contradict autograd's derivative (``no_grad``, straight-through rounding), or if it
+    has no second derivative.
     """
     found = LocalConstants()
     with measuring(model):
@@ -154,6 +155,8 @@ def checked_jacobian(call: Call) -> LinearMap:
     if bool(difference.abs() > 1e-3 * a.norm() * image.norm()):
         raise UnmeasurableError("it cannot be derived twice")
     if not is_derivative(image, v, call, y):
+        if bool(y.isnan().any()):
+            raise UnmeasurableError("its output is not a number")
         raise UnmeasurableError(
             "difference quotients contradict its derivative: torch.no_grad, detach or "
             "straight-through rounding inside"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from invformer.lipschitz.submodule_probe import SubmoduleProbe
 from invformer.lipschitz.submodules import local_constants
 from tests.lipschitz.foreign import dense_constants
 
@@ -103,6 +104,25 @@ def test_activations_that_are_overwritten_in_place_count_as_they_were() -> None:
     assert not found.skipped
     assert found.values["1"] == pytest.approx(math.exp(-2))
     assert found.values[""] == pytest.approx(math.exp(-2))
+
+
+def test_inputs_stay_as_they_are_though_the_model_overwrites_them() -> None:
+    model, x = nn.Sequential(Function(lambda m, x: x.mul_(2)), nn.Tanh()), torch.randn(2, 3)
+    before = x.clone()
+    probe = SubmoduleProbe(model, x)
+    true = torch.cosh(2 * x).square().reciprocal().max().item()
+    for found in (local_constants(model, x), probe.measure(), probe.measure()):
+        assert found.values["1"] == pytest.approx(true, rel=0.01)
+    assert torch.equal(x, before)
+
+
+def test_values_are_the_same_in_inference_mode(model: Model) -> None:
+    tokens = torch.randint(11, (2, TOKENS))
+    found, probe = local_constants(model, tokens), SubmoduleProbe(model, tokens)
+    with torch.inference_mode():
+        assert local_constants(model, tokens.clone()) == found
+        probe.measure()
+    assert probe.measure().values.keys() == found.values.keys()
 
 
 def test_other_submodules_are_skipped_with_a_reason(model: Model) -> None:
@@ -227,6 +247,13 @@ def test_what_is_no_function_or_has_another_derivative_is_skipped(
     assert np.array_equal(np.random.get_state()[1], states[2])
 
 
+def test_what_is_not_a_number_is_skipped_as_such() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Function(lambda m, x: x + math.nan), nn.Linear(4, 4))
+    found = local_constants(model, torch.randn(6, 4))
+    assert found.values.keys() == {"0"}
+    assert {found.skipped[name] for name in ("", "1", "2")} == {"its output is not a number"}
+
+
 RIGHT = {
     "a constant": lambda m, x: m(torch.ones_like(x)),
     "a detached maximum": lambda m, x: (m(x) - m(x).amax(-1, keepdim=True).detach()).softmax(-1),
@@ -290,6 +317,29 @@ def test_keywords_dictionaries_tuples_and_dataclasses_are_taken() -> None:
         "": torch.linalg.matrix_norm(jacobian, 2).item(),
         **dense_constants(model, ["attention", "inner"], **inputs),
     })  # fmt: skip
+
+
+class Packed(nn.Module):
+    """Passes on a named tuple that makes itself in its own way, and a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.up = nn.GRU(3, 4), nn.ConvTranspose1d(4, 4, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, [5, 3])
+        y = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0])[0]
+        return self.up(y.mT, output_size=torch.Size([5, 4, 5]))
+
+
+def test_packed_sequences_and_shapes_are_taken() -> None:
+    model, x = Packed(), torch.randn(5, 2, 3)
+    found, probe = local_constants(model, x), SubmoduleProbe(model, x)
+    assert found.values.keys() == {"", "recurrent", "up"}
+    true = dense_constants(model, found.values, x)
+    agree(found.values, true)
+    probe.measure()
+    agree(probe.measure().values, true, rtol=0.1)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
