@@ -142,8 +142,11 @@ def is_real(x: Any) -> bool:
 
 
 def is_linear(call: Call) -> bool:
-    """True for a ``nn.Linear`` as it is: its constant is ‖W‖₂ for all tokens together."""
-    return type(call.module) is nn.Linear
+    """True for a ``nn.Linear`` as it is: its constant is ‖W‖₂ for all tokens together.
+
+    Of one that is pruned, or normalised by a hook, a forward pass computes W.
+    """
+    return type(call.module) is nn.Linear and isinstance(call.module.weight, nn.Parameter)
 
 
 def of_matrix(call: Call) -> LinearMap:

@@ -1,7 +1,7 @@
 """The local constants of any model's submodules, step after step, for two products each."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class SubmoduleProbe:
 
     def _step_of_matrix(self, name: str, module: nn.Module) -> Tensor:
         """Steps with the matrix of a ``nn.Linear``, (out, in), which are nearly free."""
-        matrix, a = module.get_parameter("weight"), self.left[name]
+        matrix, a = cast(Tensor, module.weight), self.left[name]
         gain = a.new_zeros(())
         for _ in range(STEPS_OF_MATRIX):
             w = a @ matrix

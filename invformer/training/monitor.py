@@ -68,10 +68,10 @@ class LipschitzMonitor(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Bind to the model on its device, and to the vectors of a checkpoint."""
         inputs = move_data_to_device(self.inputs, pl_module.device)
-        self.inputs = trainer.precision_plugin.convert_input(inputs)  # as batches are
+        inputs = trainer.precision_plugin.convert_input(inputs)  # as batches are
         is_ours = isinstance(pl_module, CharLanguageModel)
         kind = BranchMonitor if is_ours else SubmoduleMonitor
-        self.watched = kind(pl_module, self.inputs, self.seed, self.restored)  # type: ignore[arg-type]
+        self.watched = kind(pl_module, inputs, self.seed, self.restored)  # type: ignore[arg-type]
 
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor

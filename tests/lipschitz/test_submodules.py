@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from invformer.lipschitz.submodule_probe import SubmoduleProbe
@@ -114,6 +115,20 @@ def test_inputs_stay_as_they_are_though_the_model_overwrites_them() -> None:
     for found in (local_constants(model, x), probe.measure(), probe.measure()):
         assert found.values["1"] == pytest.approx(true, rel=0.01)
     assert torch.equal(x, before)
+
+
+def test_pruned_linear_layers_are_measured() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    probe = SubmoduleProbe(model, x)
+    probe.measure()
+    for layer in model:
+        prune.l1_unstructured(layer, "weight", amount=0.5)
+    model(x)
+    true = dense_constants(model, ["", "0", "1"], x)
+    found = local_constants(model, x)
+    assert not found.skipped
+    agree(found.values, true)
+    agree(probe.measure().values, true, rtol=0.2)
 
 
 def test_values_are_the_same_in_inference_mode(model: Model) -> None:

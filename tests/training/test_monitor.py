@@ -159,6 +159,7 @@ def test_inputs_have_the_precision_of_a_foreign_trainers_batches_and_skips_are_t
     own_trainer(monitor, max_steps=4, precision=precision).fit(Foreign(), data)
     assert ("net" not in monitor.skipped) == measured
     assert len(said) == 1
+    assert monitor.inputs.dtype == torch.float32  # the next trainer may have another precision
 
 
 def test_a_stopwatch_compares_what_is_inside_with_what_is_outside(
