@@ -182,7 +182,7 @@ def validation(machine: Machine) -> Iterator[Row]:
     def validate() -> None:
         certify(model)
         local_bounds(probe)
-        round_trip(model, text[:4], torch.float64).numbers()
+        round_trip(model, text[:4], torch.float64).reconstruction()
         with torch.inference_mode():
             weights = model.weights(folded=True)
             for _ in range(batches):
