@@ -120,8 +120,3 @@ def comfortable_rtol(smallest: float, c: float) -> float:
     """A relative error that can be met with room to spare where ``smallest`` can just be met."""
     # Each step rounds, and J passes it on: together √(1 + c² + c⁴ + …) times one step's rounding.
     return max(LEAST_DEFAULT_RTOL, 8 * smallest / math.sqrt(1 - c * c))
-
-
-def rtol_of_single_precision(c: float) -> float:
-    """The relative error that float32 is asked for by default, if c < 1 is proven."""
-    return comfortable_rtol(RESIDUAL_FLOOR[torch.float32] / (1 - c), c)
