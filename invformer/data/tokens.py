@@ -85,7 +85,7 @@ def write_tokens(file: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
         partial.unlink(missing_ok=True)
 
 
-def unknown_rate(tokens: Tokens) -> float:
+def unknown_rate(tokens: Integer[Tensor, "..."]) -> float:
     """The share of tokens that are the unknown symbol; 0 of none."""
-    unknown = len(tokens) - int(np.count_nonzero(tokens.numpy()))  # which takes no memory
-    return unknown / max(1, len(tokens))
+    unknown = tokens.numel() - int(np.count_nonzero(tokens.cpu().numpy()))  # takes no memory
+    return unknown / max(1, tokens.numel())

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from invformer.data.tokens import unknown_rate
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation
 from invformer.evaluation.marked_text import MarkedText, marks, readable
@@ -163,5 +164,5 @@ def inverted(
         radius=proof.radius.min().item(),
         unproven=proof.unproven,
         texts=[MarkedText(text or "", found, marks(text, found, ok)) for text, found, ok in texts],
-        unknown_rate=(tokens == 0).double().mean().item(),
+        unknown_rate=unknown_rate(tokens),
     )

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
+from invformer.data.tokens import unknown_rate
 from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import round_trip
 from invformer.nn.certificate import Certificate
@@ -106,7 +107,7 @@ class InversionMonitor(L.Callback):
     @property
     def caveat(self) -> str:
         """What belongs beside the share that is recovered: how much of it is one symbol."""
-        share = (self.tokens == 0).double().mean().item()
+        share = unknown_rate(self.tokens)
         return f"; {share:.1%} of these are unknown to this vocabulary" if share else ""
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
