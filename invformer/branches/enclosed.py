@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ class EnclosedAttention(EnclosedBranch):
     # (H, 1, 1), what logits are multiplied by.
     factor: Pair
 
+    sees_itself = True
+
     def __init__(
         self, reads: list[Tensor], position: VisibilityMask, output: Tensor, length: int
     ) -> None:
@@ -118,6 +121,16 @@ class EnclosedAttention(EnclosedBranch):
             total = total + own[1].with_one() * weights[..., count:]
         means = total[..., :-1] / total[..., -1:]
         return (means + constant(origin)).map(merge_heads)
+
+    @cached_property
+    def before(self) -> Tensor:
+        """The bias of the text's tokens that a row sees beside itself, −∞ of others."""
+        hidden = torch.ones_like(self.bias[0]).triu(0 if self.sees_itself else 1).bool()
+        return self.bias.masked_fill(hidden, -math.inf)
+
+    def scores_nearby(self, q: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+        """q·k + bias of rows with the text before them; the bias has H heads, or one for all."""
+        return torch.baddbmm(self.before[:, places, : keys.shape[-2]], q, keys.mT)
 
     def attended_nearby(
         self,
@@ -184,8 +197,6 @@ class EnclosedDotProducts(EnclosedAttention):
             units = self.of_heads[:, None].expand(-1, value.shape[-1])
             self.units = units.flatten()
             self.read_units = [u.flatten() for u in (units / tau, 2 * units / tau, units)]
-            last = torch.ones_like(self.bias[0]).triu(int(strictly_causal)).bool()
-            self.visible = self.bias.masked_fill(last, -math.inf)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """Means of every row, keys, and values relative to their mean."""
@@ -227,7 +238,7 @@ class EnclosedDotProducts(EnclosedAttention):
         heads = len(keys)
         q, *kv = (into_ball(split_heads(part.value, heads), 1.0) for part in z)
         tau = self.factor.middle
-        scores = torch.baddbmm(self.visible[:, places, : last + 1], tau * q, keys.mT)
+        scores = self.scores_nearby(tau * q, keys, places)
         own = None
         if self.sees_itself:
             k, v = kv

@@ -1,6 +1,5 @@
 """Tied L2 attention in enclosures of real numbers."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +28,6 @@ class EnclosedL2Attention(EnclosedAttention):
         self.num_heads, _, d_head = w_q.shape
         quarter = constant(torch.full_like(w_q[:1, :1, :1], d_head / 4))
         self.factor = paired(quarter).inverse_root()
-        not_before = torch.ones_like(self.bias[0]).triu().bool()
-        self.before = self.bias.masked_fill(not_before, -math.inf)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """Means of every row, and q relative to its mean."""
@@ -72,8 +69,8 @@ class EnclosedL2Attention(EnclosedAttention):
         theirs = torch.linalg.vecdot(keys, keys)
         # Bias and logits plus ‖q_i‖²/√d: of others (2 q_i·q_j − ‖q_j‖²)/√d, in one product.
         left = nn.functional.pad(2 * root * q, (0, 1), value=-root)
-        right = torch.cat([keys, theirs.unsqueeze(-1)], -1).mT
-        scores = torch.baddbmm(self.before[:, places, : last + 1], left, right)
+        right = torch.cat([keys, theirs.unsqueeze(-1)], -1)
+        scores = self.scores_nearby(left, right, places)
         own = squares.unsqueeze(-1) * root + self.bias[:, places, places, None]
         far = (squares.sqrt() + theirs.amax(-1, keepdim=True).sqrt()) * UP  # ≥ ‖q_i − q_j‖
         size = root * far.square() * UP + self.largest_bias
