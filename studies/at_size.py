@@ -60,7 +60,7 @@ from invformer.runs.checkpoint import newest_checkpoint
 from invformer.runs.machine import pick_device
 from invformer.training.optimizers import build_optimizer
 from studies import kinds
-from studies.kinds import ALLOWED, QUIET, TWIN, evaluated
+from studies.kinds import ALLOWED, QUIET, TWIN, evaluated, own_words
 from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table
 from studies.rows import RowFile
 from studies.runs import call, validations, words_of
@@ -299,11 +299,8 @@ def text_of(words: tuple[str, ...]) -> tuple[str, str]:
 
 def command(case: Case) -> list[str]:
     """The words of ``train.py`` for a run."""
-    return [
-        *shlex.split(f"{QUIET} {VALIDATE[case.part]} {case.words} {case.where}"),
-        f"trainer.max_steps={case.budget}", f"optim.muon_lr={case.rate:g}",
-        f"run.root={case.folder}", f"run.name={case.run.name}", f"run.seed={case.seed}",
-    ]  # fmt: skip
+    words = f"{QUIET} {VALIDATE[case.part]} {case.words} {case.where}"
+    return [*shlex.split(words), *own_words(case)]
 
 
 def measure(case: Case, device: torch.device) -> Result:

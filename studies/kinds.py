@@ -69,9 +69,14 @@ class Result:
 
 def command(case: Case) -> list[str]:
     """The words of ``train.py`` for a case."""
+    return [*KINDS[case.kind].split(), *shlex.split(case.words), *own_words(case)]
+
+
+def own_words(case: Case) -> list[str]:
+    """Steps, rate, folder and seed of a case, as words of ``train.py``."""
     steps = [f"trainer.max_steps={case.budget}", f"optim.muon_lr={case.rate:g}"]
     run = [f"run.root={case.folder}", f"run.name={case.run.name}", f"run.seed={case.seed}"]
-    return [*KINDS[case.kind].split(), *shlex.split(case.words), *steps, *run]
+    return [*steps, *run]
 
 
 def measure(case: Case, device: torch.device) -> Result:
