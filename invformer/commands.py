@@ -1,4 +1,4 @@
-"""The commands: train, evaluate, sample, invert, export. Each parses, builds and calls.
+"""The commands: train, evaluate, sample, invert, export, workspace. Each parses, builds and calls.
 
 Heavy imports stand inside the functions: a mistyped command line is answered before torch loads.
 """
@@ -22,6 +22,7 @@ from invformer.config.trained import (
     ExportConfig,
     InvertConfig,
     SampleConfig,
+    WorkspaceConfig,
     is_hub_name,
 )
 from invformer.errors import (
@@ -263,12 +264,20 @@ def export(config: ExportConfig) -> None:
         print(f"uploaded to {upload(Path(config.out), config.hub)}")
 
 
+def workspace(config: WorkspaceConfig) -> None:
+    """Save a view of a W&B project."""
+    from invformer.runs.workspace import save
+
+    save(config)
+
+
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "train": (TrainConfig, train),
     "evaluate": (EvaluateConfig, evaluate),
     "sample": (SampleConfig, sample),
     "invert": (InvertConfig, invert),
     "export": (ExportConfig, export),
+    "workspace": (WorkspaceConfig, workspace),
 }
 
 

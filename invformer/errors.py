@@ -3,6 +3,11 @@
 import signal
 
 
+def one_line(error: BaseException) -> str:
+    """An exception as one short line."""
+    return " ".join(f"{error}".split())[:160] or type(error).__name__
+
+
 class InvformerError(Exception):
     """Base class: one clear line (what, where, what to do) and an exit code."""
 

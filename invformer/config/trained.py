@@ -1,4 +1,4 @@
-"""What the commands that use a trained model are asked to do."""
+"""What the commands that use a trained model, or show many, are asked to do."""
 
 import os
 import re
@@ -131,3 +131,14 @@ class ExportConfig(Root):
     hub: str | None = option(
         None, "USER/NAME on the Hugging Face Hub to upload it to", pattern=HUB_NAME
     )
+
+
+@dataclass(kw_only=True)
+class WorkspaceConfig(Root):
+    """Save a view of a W&B project: overview, constants of every block, inversion, samples."""
+
+    program: ClassVar[str] = "workspace"
+    project: str | None = option(None, "W&B project; null is W&B's own, or invformer")
+    entity: str | None = option(None, "W&B user or team; null is your default")
+    name: str = option("invformer", "of the view")
+    num_layers: int = option(4, "blocks of the models", "[1, 1e4]")

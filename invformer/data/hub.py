@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from invformer.data.corpus import as_bytes
-from invformer.errors import DataError
-from invformer.processes.contained import one_line
+from invformer.errors import DataError, one_line
 
 TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
 # The repository and configuration of each corpus. Where the main branch is a loading script, which

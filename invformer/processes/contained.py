@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from invformer.errors import one_line
+
 MAX_WAITING = 10_000  # calls
 
 
@@ -66,11 +68,6 @@ def in_background(call: Callable[[], Any], name: str) -> Future[Any]:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return made
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as one short line."""
-    return " ".join(f"{error}".split())[:160] or type(error).__name__
 
 
 def warn(message: str) -> None:

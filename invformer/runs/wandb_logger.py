@@ -22,7 +22,8 @@ from typing import Any
 
 from lightning.pytorch import loggers
 
-from invformer.processes.contained import ContainedCalls, in_background, one_line, warn
+from invformer.errors import one_line
+from invformer.processes.contained import ContainedCalls, in_background, warn
 from invformer.runs.files import LINK
 
 STEP = "trainer/global_step"

@@ -10,11 +10,10 @@ from typing import Any
 
 from invformer.config.load import command_line, from_dict
 from invformer.config.schema import TrainConfig
-from invformer.errors import StorageError
+from invformer.errors import StorageError, one_line
 from invformer.evaluation.result import Evaluation
 from invformer.nn.certificate import Certificate
 from invformer.nn.transformer import CharTransformer
-from invformer.processes.contained import one_line
 from invformer.report.card import model_card
 from invformer.runs import encoding
 from invformer.runs.checkpoint import MANIFEST, MODEL, PREFIX, WEIGHT_BITS, WEIGHTS, record_of

@@ -11,11 +11,10 @@ from invformer.assemble.model import untrained
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import is_hub_name
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import CertificateViolation, CheckpointError
+from invformer.errors import CertificateViolation, CheckpointError, one_line
 from invformer.nn.proof import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import FORWARD_DTYPE
-from invformer.processes.contained import one_line
 from invformer.runs.checkpoint import PREFIX, Checkpoint, open_checkpoint, read_checkpoint
 
 FIRST_BLOCK = "stack.blocks.0."

@@ -12,14 +12,13 @@ from invformer.config.load import typed
 from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.data.tokens import unknown_rate
-from invformer.errors import Alarmed, CheckpointError
+from invformer.errors import Alarmed, CheckpointError, one_line
 from invformer.evaluation.ngram import ngram_baseline
 from invformer.evaluation.result import from_plain
 from invformer.kernels import native
 from invformer.nn.certificate import Certificate
 from invformer.processes import exit as ending
 from invformer.processes.console import CONTROL_CHARACTER, printable
-from invformer.processes.contained import one_line
 from invformer.processes.exit import explained
 from invformer.processes.ranks import handlers_restored
 from invformer.report.plots import plot_run, read_curves

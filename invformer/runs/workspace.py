@@ -1,10 +1,8 @@
-"""The saved view of a project in W&B: ``python -m invformer.workspace project=NAME``."""
+"""The saved view of a project in W&B: ``invformer workspace project=NAME``."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from invformer.commands import run
-from invformer.config.section import Root, option
+from invformer.config.trained import WorkspaceConfig
 from invformer.errors import ConfigurationError
 from invformer.runs.wandb_logger import CHARTS, DEFAULTS, DETAIL, STEP, read_settings
 
@@ -12,17 +10,6 @@ INVERSION = (
     "inverse/reconstruction_max", f"{DETAIL}inverse/residual_max",
     f"{DETAIL}inverse/error_bound_max", f"{DETAIL}inverse/num_steps_mean",
 )  # fmt: skip
-
-
-@dataclass(kw_only=True)
-class WorkspaceConfig(Root):
-    """Save a view of a W&B project: overview, constants of every block, inversion, samples."""
-
-    program: ClassVar[str] = "-m invformer.workspace"
-    project: str | None = option(None, "W&B project; null is W&B's own, or invformer")
-    entity: str | None = option(None, "W&B user or team; null is your default")
-    name: str = option("invformer", "of the view")
-    num_layers: int = option(4, "blocks of the models", "[1, 1e4]")
 
 
 def build(config: WorkspaceConfig) -> Any:
@@ -73,7 +60,3 @@ def save(config: WorkspaceConfig) -> None:
     except Exception as error:
         raise ConfigurationError(f"W&B: {error}"[:300]) from None
     print(workspace.url)
-
-
-if __name__ == "__main__":
-    run(WorkspaceConfig, save)

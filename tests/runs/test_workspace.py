@@ -4,8 +4,9 @@ import pytest
 import yaml
 
 from invformer.config.load import load_config
+from invformer.config.trained import WorkspaceConfig
 from invformer.runs.wandb_logger import OVERVIEW
-from invformer.workspace import WorkspaceConfig, build
+from invformer.runs.workspace import build
 from tests.support.processes import ROOT
 
 
