@@ -32,9 +32,7 @@ FILES = (MODEL, WEIGHTS, STATE, STATE_TENSORS)
 NAME = re.compile(r"step-(\d{8,12})(?:-(\d{1,6}))?")
 MAX_HEADER = 4 << 20  # bytes of a safetensors file beside its tensors
 MAX_JSON = 64 << 20  # bytes of model.json, whose vocabulary is the largest part
-# Exports of 0.1: the manifest, and the files that it lists.
-OLD_MANIFEST, OLD_WEIGHTS = "manifest.json", "model.safetensors"
-OLD_FILES = ("config.json", "vocabulary.json", "certificate.json", OLD_WEIGHTS)
+OLD_MANIFEST = "manifest.json"  # of exports of 0.1
 WEIGHT_BITS = "weight_bits"  # in metadata, if matrices are stored in so many bits
 
 CHANGES = "changes"  # in metadata: what was changed on request, and from which step on
@@ -123,17 +121,14 @@ class Checkpoint:
             CheckpointError: they have other names, types or shapes than the wanted ones, which may
                 be on ``meta``; or they are damaged, or not finite.
         """
-        name = OLD_WEIGHTS if OLD_WEIGHTS in self.files else WEIGHTS
-        file, bits = self.path / name, self.metadata.get(WEIGHT_BITS)
+        file, bits = self.path / WEIGHTS, self.metadata.get(WEIGHT_BITS)
         where = f"{file}: its weights do not fit its configuration"
         need = sum(tensor.nbytes for tensor in wanted.values())
         least = need if bits is None else need * bits // 64  # of float64 matrices
-        content = self.read(name, need + MAX_HEADER)
+        content = self.read(WEIGHTS, need + MAX_HEADER)
         if len(content) < least:
             raise CheckpointError(f"{where}: {len(content)} bytes, the model takes {least}")
         weights = encoding.from_bytes(content, str(file))
-        if name == OLD_WEIGHTS:
-            weights = {PREFIX + key: weight for key, weight in weights.items()}
         if bits is not None:
             try:
                 weights = unpacked(weights, wanted, bits)
@@ -193,15 +188,14 @@ def open_checkpoint(path: Path, cache: Path | None = None) -> Checkpoint:
         ) from None
     except OSError as error:
         raise unreadable(error) from None
-    manifest = OLD_MANIFEST if OLD_MANIFEST in names - {MANIFEST} else MANIFEST
-    content = empty.content(manifest, MAX_HEADER)
-    match encoding.parse(content, str(path / manifest)):
+    if OLD_MANIFEST in names and MANIFEST not in names:
+        raise CheckpointError(f"{path}: an export of invformer 0.1: export its run again")
+    content = empty.content(MANIFEST, MAX_HEADER)
+    match encoding.parse(content, str(path / MANIFEST)):
         case {"format": "invformer checkpoint", "version": 1, "files": dict(files)}:
             pass
-        case {"format": "invformer-model-1", "sha256": dict(hashes)}:
-            return open_old_export(empty, hashes)
         case _:
-            raise CheckpointError(f"{path / manifest}: no manifest of a checkpoint of version 1")
+            raise CheckpointError(f"{path / MANIFEST}: no manifest of a checkpoint of version 1")
     checkpoint = replace(empty, files=files, sha256=hashlib.sha256(content).hexdigest())
     listed = names - {MANIFEST}
     if files.keys() == {MODEL, WEIGHTS}:  # a model to share, beside which other files may lie
@@ -214,25 +208,6 @@ def open_checkpoint(path: Path, cache: Path | None = None) -> Checkpoint:
         )
     metadata = encoding.parse(checkpoint.read(MODEL, MAX_JSON), str(path / MODEL))
     return replace(checkpoint, metadata=checked_metadata(metadata, path / MODEL))
-
-
-def open_old_export(empty: Checkpoint, hashes: Mapping[str, Any]) -> Checkpoint:
-    """An exported folder of version 0.1, whose files had other names."""
-    contents = {name: empty.content(name) for name in OLD_FILES}
-    files = {name: record_of(content) for name, content in contents.items()}
-    for name, record in files.items():
-        if record["sha256"] != hashes.get(name):
-            raise CheckpointError(f"{empty.path / name}: was changed since it was exported")
-    about, vocabulary, certificate = (
-        encoding.parse(contents[name], str(empty.path / name)) for name in OLD_FILES[:3]
-    )
-    match about:
-        case {"config": dict(config), "training": dict(training)}:
-            metadata = {**training, "config": config, "vocabulary": vocabulary}
-        case _:
-            raise CheckpointError(f"{empty.path / OLD_FILES[0]}: not that of an exported model")
-    metadata = checked_metadata({**metadata, "certificate": certificate}, empty.path)
-    return replace(empty, files=files, metadata=metadata)
 
 
 def checked_metadata(metadata: Any, path: Path) -> dict[str, Any]:
