@@ -133,19 +133,9 @@ class EnclosedAttention(EnclosedBranch):
         return torch.baddbmm(self.before[:, places, : keys.shape[-2]], q, keys.mT)
 
     def attended_nearby(
-        self,
-        scores: Tensor,
-        error: Tensor,
-        values: Tensor,
-        own: tuple[Tensor, Tensor] | None,
-        origin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """As :meth:`attended`, of scores that are off by ``error``; and how far that moves a head.
-
-        P moves by a factor of at most e^{2δ} if scores move by δ, (H, rows). ``scores`` are
-        overwritten.
-        """
-        longest = length_up(values).amax(-1, keepdim=True)
+        self, scores: Tensor, values: Tensor, own: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """As :meth:`attended`, by head and relative to the origin. ``scores`` are overwritten."""
         highest = scores.amax(-1, keepdim=True)
         if own is not None:
             highest = torch.maximum(highest, own[0])
@@ -154,10 +144,7 @@ class EnclosedAttention(EnclosedBranch):
         if own is not None:
             weight = (own[0] - highest).exp()
             means, total = means.addcmul(weight, own[1]), total + weight
-            longest = torch.maximum(longest, length_up(own[1]))
-        rounding = of_sum(scores.shape[-1] + 16)
-        moved = ((2 * error + rounding).expm1() + rounding) * longest
-        return merge_heads((means / total).add_(origin)), moved
+        return means / total
 
 
 class EnclosedDotProducts(EnclosedAttention):
@@ -247,7 +234,13 @@ class EnclosedDotProducts(EnclosedAttention):
         # Of q, k and v, of their products, and of the bias.
         rounding = 4 * of_sum(q.shape[-1] + 16)
         error = rounding * (tau[..., 0] + self.largest_bias)
-        value, moved = self.attended_nearby(scores, error, values, own, origin)
+        longest = length_up(values).amax(-1, keepdim=True)
+        if own is not None:
+            longest = torch.maximum(longest, length_up(own[1]))
+        of_sums = of_sum(scores.shape[-1] + 16)
+        # P moves by a factor of at most e^{2δ} if scores move by δ.
+        moved = ((2 * error + of_sums).expm1() + of_sums) * longest
+        value = merge_heads(self.attended_nearby(scores, values, own).add_(origin))
         moved = (moved + rounding) / self.of_heads[:, None]
         error = torch.stack([part.error for part in z]).norm(dim=0) + moved.norm(dim=0) + off[last]
         assert self.units is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from invformer.branches.enclosed import EnclosedBranch
 from invformer.branches.nearby import Rows
-from invformer.numerics.enclosure import Enclosure
+from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.pairs import paired
 from invformer.proofs.enclosed_network import Network
 from invformer.proofs.nearby_network import NearbyNetwork
@@ -101,6 +101,17 @@ def test_rows_within_their_errors_stay_within_them_through_a_branch(
             assert (apart <= found.error + 1e-13 / inner.min()).all()
             largest = max(largest, (apart / found.error).max().item())
     assert largest > 0.02
+
+
+@torch.no_grad()
+def test_errors_do_not_grow_with_the_distance_of_keys_that_have_no_weight() -> None:
+    step = Network(ready(BY_ROWS["l2"]).double(), SEQ_LEN, False).steps[0]
+    everywhere, error = torch.arange(SEQ_LEN), 1e-9
+    z = 100 * torch.randn(SEQ_LEN, step.branch.reads[0].middle.shape[-1])
+    past = step.branch.inner([constant(z)], everywhere, None)[1]
+    rows = Rows(z, torch.full_like(z[:, 0], error))
+    found, _ = step.branch.nearby([rows], everywhere, step.branch.remembered(past))
+    assert (found.error < 2 * error).all()
 
 
 @torch.no_grad()

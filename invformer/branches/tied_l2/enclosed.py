@@ -58,7 +58,7 @@ class EnclosedL2Attention(EnclosedAttention):
         return keys.middle, origin, off
 
     def nearby(self, z: list[Rows], places: Tensor, past: Any) -> tuple[Rows, Tensor]:
-        """As :meth:`.EnclosedBranch.nearby`: ‖q − k‖² moves by at most e (2 ‖q − k‖ + e)."""
+        """As :meth:`.EnclosedBranch.nearby`: a head moves by at most e (1 + 2 E‖q − k‖²/√d)."""
         keys, origin, off = past
         last = int(places.max())
         keys, off = keys[:, : last + 1], off[last]
@@ -72,14 +72,26 @@ class EnclosedL2Attention(EnclosedAttention):
         right = torch.cat([keys, theirs.unsqueeze(-1)], -1)
         scores = self.scores_nearby(left, right, places)
         own = squares.unsqueeze(-1) * root + self.bias[:, places, places, None]
+        itself = own, torch.cat([q, squares.unsqueeze(-1)], -1)
+        means = self.attended_nearby(scores, right, itself)
+        value, mean_square = means[..., :-1], means[..., -1]
         far = (squares.sqrt() + theirs.amax(-1, keepdim=True).sqrt()) * UP  # ≥ ‖q_i − q_j‖
+        # Of an exponential and of sums of products, relative; of scores; in all.
+        rounding = of_sum(scores.shape[-1] + q.shape[-1] + 16)
         size = root * far.square() * UP + self.largest_bias
+        rounded = 4 * of_sum(q.shape[-1] + 4) * size + rounding
         both = of_query + off
-        error = both * (2 * far + both) * root * UP + 4 * of_sum(q.shape[-1] + 4) * size
-        value, moved = self.attended_nearby(scores, error, keys, (own, q), origin)
+        moved = both * (2 * far + both) * root * UP + rounded
+        # e^δ (E‖q − k‖²)^½
+        apart = mean_square - 2 * torch.linalg.vecdot(q, value) + squares
+        apart = (apart.clamp_(min=0) + 2 * rounding * far.square()).sqrt() + both
+        apart *= moved.exp() * UP
+        value = merge_heads(value + origin)
         size = length_up(value)
+        moved = (rounded * apart + rounding * far).norm(dim=0)
+        gain = 1 + 2 * root * apart.square().amax(0)
         rounding = 4 * U * (size + length_up(origin.flatten()))
-        return Rows(value, (moved.norm(dim=0) + both + rounding) * UP), size
+        return Rows(value, (gain * both + moved + rounding) * UP), size
 
 
 def squares(q: Enclosure) -> Enclosure:
