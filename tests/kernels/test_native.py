@@ -160,8 +160,9 @@ def test_without_a_compiler_attention_is_that_of_other_kernels(
 def test_too_little_memory_is_an_error_of_its_own() -> None:
     endless = torch.zeros(1, dtype=torch.float32).expand(1, 1, 2**44, 1)
     nothing = ctypes.c_void_p()
+    made_of = nothing, nothing, ctypes.c_bool(False)  # bias, temperature, strictly causal
     with pytest.raises(MemoryError, match="not enough memory for attention_forward"):
-        _call("forward", endless, *[NOTHING] * 3, nothing, NOTHING, nothing, l2=True)
+        _call("forward", endless, *[NOTHING] * 3, *made_of, NOTHING, nothing, l2=True)
 
 
 def test_the_mark_for_the_compiler_is_the_one_that_torch_sets() -> None:
