@@ -47,19 +47,18 @@ HEAD = """<!doctype html>
 <style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto;
        padding: 0 1rem; color: #222; }
-h1, p, td { overflow-wrap: anywhere; }
+h1, p, td + td { overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 img { max-width: 100%; }
 table { display: block; overflow-x: auto; border-collapse: collapse; font-size: .94rem;
         margin: 1rem 0; }
 td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top; }
-th { white-space: nowrap; border-bottom: 1px solid #999; }
+th { border-bottom: 1px solid #999; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 pre { font: 14px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
       background: #f6f6f6; padding: .8rem; margin: .3rem 0; }
 .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr));
        gap: 1rem; }
-.number { white-space: nowrap; }
 .proven { background: #d5efd5; } .wrong { background: #f7c4c4; } .open { background: #ececec; }
 </style>
 """
