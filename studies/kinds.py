@@ -104,6 +104,8 @@ def measure(case: Case, device: torch.device) -> Result:
 def evaluated(case: Case, split: str, device: torch.device) -> dict[str, Any]:
     """The report of ``evaluate.py`` on a split, of the checkpoint that is best on validation."""
     asked = ["evaluate.lipschitz_sequences=0", f"evaluate.device={device.type}"]
+    if split == "val":
+        asked.append("evaluate.inversion_sequences=0")
     call("evaluate.py", f"checkpoint={case.run}", f"data.split={split}", *asked)
     files = (case.run / "evaluation").glob(f"*-{split}-*.json")
     file = max(files, key=lambda file: file.stat().st_mtime)  # the one just written
