@@ -11,35 +11,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from invformer.nn.proof import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import divide
-from invformer.numerics.rounding import product_up, quotient_up, sqrt_up
 from studies.report import Axes, look_of
 
 INWARD = 1 - 1e-12  # a radius is rounded down, a perturbation stays inside its ball
 ROUNDING = 1e-11  # of the logits in float64, relative to the largest: no margin below it counts
 MULTIPLES = (1.0, 1.5, 2.0, 4.0)  # of the certified radius, for attacks
-
-
-def feature_constant(model: CharTransformer) -> float:
-    """L with ‖z_i − z′_i‖₂ ≤ L max_j ‖x_j − x′_j‖₂, z what the head of a certified model reads."""
-    total = certify(model, "token_max", dtype=torch.float64).total
-    assert total is not None
-    return product_up(total, read_out_constant(model))
-
-
-def read_out_constant(model: CharTransformer) -> float:
-    """Lipschitz constant of what stands between the stack and the head, per token.
-
-    Lip(LayerNorm) ≤ max|γ|/√ε (docs/numerics.md §9): 316 at ε = 1e-5.
-    """
-    norm: nn.Module = model.norm
-    if not isinstance(norm, nn.LayerNorm):
-        return 1.0
-    return product_up(norm.weight.abs().max().item(), sqrt_up(quotient_up(1, norm.eps)))
 
 
 def certified_radii(

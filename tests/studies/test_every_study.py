@@ -44,9 +44,6 @@ SMALL = {
     "runs_per_rate=1",
     "equal_time": "kinds=[nanogpt,nanogpt_tuned] adam_rates=[1e-3] minutes=[1e-6] num_turns=1 "
     f"overrides=[{RUN},model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
-    "frontier": f"{MODEL} {SHORT} num_windows=2 certificates=[token_max,causal] "
-    "strictly_causal=[false,true] optimisers=[adamw] lipschitz_targets=[0.8] "
-    "models=[l2,dot_product,contractive_bounded]",
     "growth": "sizes=[4] num_sequences=2 attack_sizes=[7] num_attacked=1",
     "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
     "mass_splitting": "num_measures=9",
@@ -55,7 +52,6 @@ SMALL = {
     "price": f"kinds=[certified] budgets=[2] rates=[0.01] val_every=1 overrides=[{RUN},"
     "model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
     "quantised": "models=[CERTIFIED,TWIN] bits=[32,4] num_windows=2 scored=1000",
-    "robustness": f"{MODEL} {SHORT} data.val_characters=200 num_seeds=2 num_windows=2 pgd_steps=2",
     "search": "lengths=[8,12] vocabularies=[9,30] num_places=2 d_model=16",
     "steering": "models=[CERTIFIED] strengths=[0,0.5,1] num_windows=2 num_averaged=8 mark=7",
     "tightness": "sizes=[10,20] num_starts=4 num_steps=50",
@@ -143,9 +139,9 @@ def test_every_study_has_valid_options_and_columns_of_different_names(name: str)
         ("attention_distribution", "num_heads=5", 2, "5 heads do not divide d_model=32"),
         ("attention_distribution", "seq_len=11", 2, "seq_len: 11 is not in [12, 1e4]"),
         ("attention_distribution", "data.val_characters=100", 3, "4 are asked for; raise"),
-        ("frontier", "data.val_fraction=0.97", 2, "leaves no text for training"),
-        ("frontier", "data.max_characters=9000 seq_len=5000", 3, "make 0 windows of 5000"),
-        ("frontier", "data.max_characters=9000 seq_len=8500", 3, "seq_len=8500: the"),
+        ("whole_network", "data.val_fraction=0.97", 2, "leaves no text for training"),
+        ("whole_network", "data.max_characters=9000 seq_len=5000", 3, "make 0 windows of 5000"),
+        ("whole_network", "data.max_characters=9000 seq_len=8500", 3, "seq_len=8500: the"),
         ("growth", "checkpoint=/nowhere", 4, "/nowhere"),
         (
             "price",
