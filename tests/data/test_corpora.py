@@ -84,15 +84,9 @@ def test_a_file_is_cut_into_contiguous_splits_and_nothing_is_changed(tmp_path: P
     assert len(repr(corpus)) < 500
 
 
-def test_a_byte_order_mark_at_the_beginning_of_a_file_is_no_text(tmp_path: Path) -> None:
-    for file in ("a.txt", "b.txt"):
-        write(tmp_path / file, "\ufeffa\ufeffb\n")
-    assert whole(corpus_at(tmp_path)) == 2 * "a\ufeffb\n"
-
-
 def test_a_folder_or_a_pattern_is_its_files_in_sorted_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c/d.txt", "c/e.md", "[1].md"):
-        write(tmp_path / name, f"{name}\r\n")
+        write(tmp_path / name, f"\ufeff{name}\r\n")  # a byte order mark is no text
     assert whole(corpus_at(tmp_path)) == "a.txt\r\nb.txt\r\nc/d.txt\r\n"
     assert whole(corpus_at(tmp_path / "?.txt")) == "a.txt\r\nb.txt\r\n"
     assert whole(corpus_at(tmp_path / "**" / "*.md")) == "[1].md\r\nc/e.md\r\n"
@@ -176,16 +170,10 @@ def test_the_digest_covers_the_text_and_where_it_is_cut(tmp_path: Path) -> None:
     ("name", "path", "match"),
     [
         ("text_file", "missing.txt", r"missing\.txt: no such file or folder; check data\.path"),
-        ("ptb", "missing", "no such file or folder"),
         ("text_file", "folder.txt", r"no \*\.txt in this folder"),
         ("enwik8", "a.zip", r"a\.zip: an archive or a table; make it a text file"),
-        (
-            "text_file",
-            "latin",
-            r"b\.txt: byte 0xe9 at offset 3 is not UTF-8 .*iconv -f windows-1252 ",
-        ),
+        ("text_file", "latin", r"b\.txt: byte 0xe9 at offset 3 is not UTF-8 .*windows-1252 "),
         ("text_file", "utf-16.txt", "iconv -f utf-16 -t utf-8"),
-        ("text_file", "utf-16-be.txt", "iconv -f utf-16 -t utf-8"),
         ("text_file", "a.txt.gz", "at offset 1 is not UTF-8 .*; unpack it if it is compressed"),
         ("text_file", "no-mark.txt", r"unpack it .*, or convert it \(iconv -f utf-16 -t utf-8\)"),
         ("text_file", "empty.txt", "has no train text"),
@@ -200,7 +188,6 @@ def test_a_path_that_holds_no_corpus_is_refused_in_one_line(
     for file, content in {
         "a.zip": b"PK", "empty.txt": b"", "one.txt": b"ab", "latin/a.txt": b"fine",
         "latin/b.txt": b"caf\xe9 au lait", "utf-16.txt": TEXT.encode("utf-16"),
-        "utf-16-be.txt": ("\ufeff" + TEXT).encode("utf-16-be"),
         "no-mark.txt": "naïve".encode("utf-16-le"), "a.txt.gz": gzip.compress(TEXT.encode()),
     }.items():  # fmt: skip
         write(tmp_path / file, content)
@@ -285,24 +272,6 @@ def test_a_hub_that_accepts_and_says_nothing_is_not_waited_for(
             assert "\n" not in str(e.value)
     finally:
         server.close()
-
-
-@pytest.mark.parametrize(
-    ("offline", "error"), [("0", "Connect"), ("1", "NoneType")], ids=["online", "offline"]
-)
-def test_the_hub_is_asked_in_a_process_that_has_not_loaded_datasets(
-    offline: str, error: str
-) -> None:
-    # What datasets loads hides which modules of huggingface_hub are loaded only when named.
-    program = (
-        "import sys; from invformer.data import hub; error = None\n"
-        "try: hub.reach('karpathy/tiny_shakespeare')\n"
-        "except Exception as caught: error = caught\n"
-        "assert 'datasets' not in sys.modules; print(type(error).__name__)"
-    )
-    done = python("-c", program, HF_HUB_OFFLINE=offline, HF_ENDPOINT="http://127.0.0.1:1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(error), done.stdout
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A resumed run sees exactly the batches an uninterrupted one sees; short text is refused."""
 
 import itertools
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -93,12 +92,6 @@ def test_an_epoch_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
     assert limited.batches == endless.batches
 
 
-def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TextDataModule, "_process", (0, 3))
-    with pytest.raises(ValueError, match="3 processes cannot share 4 windows"):
-        make_data().train_dataloader()
-
-
 def test_the_state_is_plain_and_survives_without_a_trainer() -> None:
     data = make_data()
     data.load_state_dict({"next_batch": 10, "global_step": 5, "windows_per_batch": 8})
@@ -160,13 +153,3 @@ def test_what_the_line_about_a_short_text_names_works(
         except DataError as error:
             words += tuple(re.findall(r"data\.\w+=[0-9.]+", str(error).split("); ")[1]))
     pytest.fail(" ".join(words))
-
-
-def test_unknown_characters_are_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        data = make_data(make_corpus("abcd" * 5, "abcdéabcdèabcd?abcd?"))
-    assert data.tokens("val").tolist() == [1, 2, 3, 4, 0] * 4
-    assert [r.getMessage() for r in caplog.records] == [
-        "made_up: 20 % of the validation text is not in the vocabulary and counts as the unknown "
-        "symbol"
-    ]

@@ -1,10 +1,8 @@
 """What may be read of a path: all that somebody typed, little on a checkpoint's word."""
 
-import errno
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,13 +38,6 @@ def test_files_of_the_kernel_are_no_text_that_a_checkpoint_may_name(path: str) -
     if not Path(path).exists():
         pytest.skip("this system has no such files")
     assert "has no train text" in refusal(SavedPath(path))
-
-
-def test_an_empty_file_among_the_texts_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    for name, text in {"a.md": "", "b.md": "some text", "c.md": ""}.items():
-        write(tmp_path / name, text)
-    for path in (f"{tmp_path}/*.md", SavedPath(f"{tmp_path}/*.md")):
-        assert whole(corpus_at(path)) == "some text"
 
 
 def test_a_file_of_holes_is_refused_at_its_first_megabyte(tmp_path: Path) -> None:
@@ -90,19 +81,3 @@ def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path: Path)
     assert found == ["B.TXT", "a/b/c.Txt", "a/b.txt", "a.txt", "d.txt/e.txt", "z.txt"]
     write(tmp_path / ".texts" / "a.txt")
     assert len(files_below(tmp_path / ".texts", ".txt")) == 1
-
-
-def test_a_folder_among_the_texts_that_may_not_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "a.txt")
-    (closed := tmp_path / "closed").mkdir()
-    scandir = os.scandir
-
-    def refused(path: str) -> Any:
-        if Path(path) == closed:
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refused)
-    assert refusal(tmp_path) == f"{closed}: cannot be read (Permission denied)"

@@ -1,20 +1,16 @@
 """A corpus of any size as tokens: mapped from one file that is complete or not there."""
 
-import errno
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from invformer.config.load import load_config
 from invformer.data import tokens as module
 from invformer.data.tokens import tokens_of
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError, StorageError
-from invformer.training.build import build_data
 from tests.data.texts import corpus_at, write
-from tests.support.processes import python
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
 
@@ -83,68 +79,3 @@ def test_a_cache_that_takes_no_file_is_one_line(cache: Path, tmp_path: Path) -> 
     with pytest.raises(StorageError, match=r"cache.*cannot be written .*set XDG_CACHE") as error:
         tokens_of(corpus, Vocabulary.from_text(TEXT))
     assert "\n" not in str(error.value)
-
-
-def test_a_cache_on_a_full_disk_is_named(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    corpus = corpus_at(write(tmp_path / "a.txt", TEXT))
-    with pytest.raises(StorageError, match=rf"^{cache}: tokens cannot be written \(No"):
-        tokens_of(corpus, Vocabulary.from_text(TEXT))
-
-
-def test_the_validation_split_is_as_long_as_asked_for(tmp_path: Path) -> None:
-    words = ["data=text_file", f"data.path={write(tmp_path / 'a.txt', TEXT)}", "data.seq_len=8"]
-    whole = build_data(load_config(words))
-    data = build_data(load_config([*words, "data.max_val_characters=100"]))
-    assert data.tokens("val").tolist() == whole.tokens("val")[:100].tolist()
-    assert data.corpus.sha256 == whole.corpus.sha256
-    assert torch.equal(data.tokens("train"), whole.tokens("train"))
-
-
-PROGRAM = """
-import resource, sys
-from invformer import commands
-from invformer.evaluation import ngram
-ngram.MOST_COUNTED = 1 << 20
-command, *words = sys.argv[1:]
-try:
-    commands.run(*commands.COMMANDS[command], words)
-finally:
-    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
-
-
-def peak_bytes(folder: Path, command: str, *words: str) -> int:
-    """Memory that a command needs at most."""
-    done = python("-c", PROGRAM, command, *words, XDG_CACHE_HOME=str(folder / "cache"))
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split("peak")[-1]) * 1024
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_long_text_needs_little_more_memory_than_a_short_one(tmp_path: Path) -> None:
-    peaks = {}
-    for megabytes in (1, 300):
-        text = tmp_path / f"{megabytes}.txt"
-        with text.open("w") as file:
-            for i in range(megabytes):
-                file.write(f"{i} squared is {i * i}; ".ljust(1 << 20, "abcdefg\n"[i % 8]))
-        run = [f"run.root={tmp_path}", f"run.name=run-{megabytes}"]
-        train = [
-            "data=text_file", f"data.path={text}", "data.seq_len=16",
-            "data.max_val_characters=5000", "model.d_model=16", "model.num_layers=1",
-            "model.num_heads=2", "trainer.max_steps=20", "trainer.progress=false",
-            "trainer.sample_length=0", "trainer.accelerator=cpu", "logger.name=none",
-        ]  # fmt: skip
-        peaks[megabytes] = (
-            peak_bytes(tmp_path, "train", *train, *run),
-            peak_bytes(tmp_path, "evaluate", f"checkpoint={tmp_path / f'run-{megabytes}'}"),
-        )
-    for short, long in zip(peaks[1], peaks[300], strict=True):
-        assert long < short + (200 << 20)

@@ -1,24 +1,21 @@
-"""Characters to tokens and back, nothing lost and nothing silent."""
+"""Characters or bytes to tokens and back, nothing lost and nothing silent."""
 
-import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import invformer
 from invformer.data import vocabulary as module
 from invformer.data.vocabulary import UNKNOWN, Vocabulary
-from invformer.errors import CheckpointError
+from invformer.errors import CheckpointError, DataError
+from tests.support.saved_runs import evaluated
+from tests.support.small_runs import TEXT, built, fitted, options
 
 TEXTS = st.text(st.characters(exclude_categories=()), min_size=1)
-
-
-@given(TEXTS)
-def test_decoding_an_encoded_text_gives_it_back(text: str) -> None:
-    vocabulary = Vocabulary.from_text(text)
-    assert vocabulary.decode(vocabulary.encode(text)) == text
 
 
 @given(TEXTS, st.text(st.characters(exclude_categories=())))
@@ -32,15 +29,6 @@ def test_encoding_agrees_with_a_dictionary_and_unknown_characters_show(
     tokens = vocabulary.encode(other)
     assert tokens.tolist() == [token_of.get(c, 0) for c in other]
     assert vocabulary.decode(tokens) == "".join(c if c in token_of else UNKNOWN for c in other)
-
-
-def test_every_byte_is_a_character() -> None:
-    content = bytes(range(256))
-    vocabulary = Vocabulary.of_bytes()
-    assert Vocabulary.from_text(content.decode("latin-1")) == vocabulary
-    decoded = vocabulary.decode(vocabulary.encode(content.decode("latin-1")))
-    assert decoded.encode("latin-1") == content
-    assert vocabulary.size == 257
 
 
 def test_bytes_become_text_again_however_they_are_cut() -> None:
@@ -72,11 +60,9 @@ def test_a_long_text_is_encoded_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
     assert Vocabulary.from_text([text[:3], "", text[3:]]) == vocabulary
 
 
-def test_a_vocabulary_survives_json_and_cannot_be_changed() -> None:
+def test_a_vocabulary_survives_json() -> None:
     vocabulary = Vocabulary.from_text('naïve "text"\r\n\ud800')
     assert Vocabulary.from_dict(json.loads(json.dumps(vocabulary.to_dict()))) == vocabulary
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        vocabulary.symbols = ("a",)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -86,3 +72,40 @@ def test_a_vocabulary_survives_json_and_cannot_be_changed() -> None:
 def test_a_damaged_vocabulary_is_refused(state: object) -> None:
     with pytest.raises(CheckpointError, match="vocabulary is damaged"):
         Vocabulary.from_dict(state)
+
+
+GREEK = f"{TEXT}∫ π dx; {TEXT[:200]}"
+
+
+def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
+    (folder / "squares.txt").write_text(GREEK, encoding="utf-8")
+    words = ("data.vocabulary=bytes", "data.unknown=refuse", "trainer.max_steps=2")
+    fitted(options(folder, "a", *words, "trainer.sample_length=5"))
+    model = invformer.load(folder / "a", "cpu")
+    assert model.vocabulary.size == 257
+    assert model.generate("Ж π", 5).startswith("Ж π")
+    found = model.invert(model.encode("Ж π"))
+    assert (found.text, len(found.symbols), len(found.proven)) == ("Ж π", 5, 5)
+    assert all(found.proven)
+    (folder / "other.txt").write_text("Жж" * 40, encoding="utf-8")
+    other = ["data=text_file", f"data.path={folder / 'other.txt'}", "data.split=all"]
+    report = evaluated(folder / "a", *other)
+    assert report.num_characters == 160
+    assert report.data.unknown_rate == 0
+
+
+def test_a_replacement_character_is_one_that_a_vocabulary_may_lack() -> None:
+    with pytest.raises(DataError, match="lacks '\ufffd'"):
+        Vocabulary.from_text("ab").require(["ab\ufffd"], "text")
+    Vocabulary.from_text("a\ufffd").require(["\ufffd"], "text")
+
+
+def test_unknown_characters_are_refused_where_that_is_asked_for(folder: Path) -> None:
+    (folder / "squares.txt").write_text(TEXT + "Ω" * 60, encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"squares.txt: the vocabulary of the model lacks 'Ω'; take"
+    ):
+        built(options(folder, "a", "data.unknown=refuse"))
+    fitted(options(folder, "a", "trainer.max_steps=1"))
+    with pytest.raises(DataError, match="lacks 'Ω'"):
+        evaluated(folder / "a", "data.unknown=refuse")

@@ -110,21 +110,3 @@ def test_evaluation_predicts_every_character_but_the_first_exactly_once(
             assert (columns + 1 >= target.clamp(max=seq_len - stride + 1)).all()
     assert sorted(scored_positions) == list(range(1, n))
     assert len(lengths) == 1  # the same number of batches for every process
-
-
-def test_windows_do_not_overlap_unless_asked_to_and_then_score_only_what_is_new() -> None:
-    ((inputs, targets, scored),) = EvaluationWindows(positions_as_tokens(12) + 1, 4, 4)
-    assert inputs.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
-    assert targets.tolist() == [[2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 0]]
-    assert scored.tolist() == [[True] * 4, [True] * 4, [True] * 3 + [False]]
-    ((inputs, _, scored),) = EvaluationWindows(positions_as_tokens(10) + 1, 4, 2)
-    assert inputs.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6], [5, 6, 7, 8], [7, 8, 9, 10]]
-    new = [False, False, True, True]
-    assert scored.tolist() == [[True] * 4, new, new, [False, False, True, False]]
-
-
-def test_iterating_leaves_the_global_random_generator_alone() -> None:
-    before = torch.get_rng_state()
-    next(iter(TrainingWindows(positions_as_tokens(100), 8, 4, 0)))
-    list(EvaluationWindows(positions_as_tokens(100), 8, 8))
-    assert torch.equal(torch.get_rng_state(), before)
