@@ -17,7 +17,7 @@ from invformer.config.load import (
     parse_or_exit,
     to_yaml,
 )
-from invformer.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from invformer.config.schema import ModelConfig, RunConfig, TrainConfig
 from invformer.config.section import Root, options, required_part
 from invformer.config.trained import EvaluateConfig
 from invformer.errors import ConfigurationError
@@ -71,13 +71,8 @@ def test_the_last_of_two_settings_wins_and_an_overruled_preset_leaves_no_trace()
         ("trainer.max_steps=010", 10),
         ("trainer.max_steps=1_000", 1000),
         ("optim.lr=1e-3", 1e-3),
-        ("optim.grad_clip=None", None),
-        ("optim.grad_clip=null", None),
-        ("optim.grad_clip=~", None),
-        ("trainer.compile=on", True),
-        ("trainer.compile=YES", True),
-        ("trainer.compile=true", True),
-        ("trainer.compile=1", True),
+        *((f"optim.grad_clip={word}", None) for word in ("None", "null", "~")),
+        *((f"trainer.compile={word}", True) for word in ("on", "YES", "true", "1")),
         ("trainer.deterministic=no", False),
         ("optim.betas=[0.5, 0.6]", [0.5, 0.6]),
         ("logger.tags=['a b', c]", ["a b", "c"]),
@@ -85,10 +80,7 @@ def test_the_last_of_two_settings_wins_and_an_overruled_preset_leaves_no_trace()
         ("logger.name=none", ["none"]),
         ("logger.name=[csv, tensorboard]", ["csv", "tensorboard"]),
         ("model.d_embedding=${model.d_model}", 128),
-        *(
-            (f"data.path={text}", text)
-            for text in ("010", "on", "yes", "1e-3", "1_000", "null.txt", "a=b", "{x: 1}")
-        ),
+        *((f"data.path={text}", text) for text in ("010", "on", "1e-3", "1_000", "a=b", "{x: 1}")),
         ('logger.tags=["010"]', ["010"]),
     ],
 )
@@ -111,17 +103,12 @@ def test_options_that_are_not_set_follow_the_others() -> None:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("model.d_modl=3", "unknown key 'model.d_modl': did you mean 'model.d_model'?"),
-        ("modl.d_model=3", "did you mean 'model.d_model'?"),
+        ("modl.d_model=3", "unknown key 'modl.d_model': did you mean 'model.d_model'?"),
         ("d_model=3", "did you mean 'model.d_model'?"),
         ("optim.learning_rate=3e-3", "did you mean 'optim.lr'?"),
-        ("model.heads=3", "did you mean 'model.num_heads'?"),
-        ("trainer.epochs=3", "did you mean 'trainer.max_steps'?"),
         ("optim.LR=3e-3", "did you mean 'optim.lr'?"),
         ("modl=l2", "unknown key 'modl': did you mean 'model'?"),
         ("model=dot_prodct", "no preset 'dot_prodct': did you mean 'dot_product'?"),
-        ("experiment=nanogpt", "did you mean 'nanogpt_"),
-        ("logger=None", "did you mean 'none'?"),
         ("model.certificate=token_mx", "'token_mx' is not token_max|kim_entry_max|"),
         ("optim.beta[0]=.5", "did you mean 'optim.betas'?"),
         ("zzzz=3", "unknown key 'zzzz': see --help"),
@@ -130,7 +117,6 @@ def test_options_that_are_not_set_follow_the_others() -> None:
         ("3", "'3' is not key=value: see --help"),
         ("model=../data/ptb", "no preset '../data/ptb'"),
         ("trainer.max_steps=1e3", "trainer.max_steps: '1e3' is not integer"),
-        ("model.d_ff=64.0", "model.d_ff: '64.0' is not integer or null"),
         ("run.root=~", "run.root: '~' cannot be used as a value"),
         ("data.path=", "data.path: is empty; give at least one character"),
         ("model.d_ff=${model.width}", "model.d_ff: Interpolation key 'model.width' not found"),
@@ -173,20 +159,6 @@ def test_nonsense_is_refused_by_its_key(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "key"),
-    [
-        ("evaluate.device=cudaa", "evaluate.device"),
-        ("evaluate.inversion_dtype=bf16", "evaluate.inversion_dtype"),
-        ("data.split=dev", "data.split"),
-        ("model.d_model=3", "unknown key 'model.d_model'"),
-        ("checkpoint=", "checkpoint: is empty"),
-    ],
-)
-def test_nonsense_is_refused_when_evaluating_too(word: str, key: str) -> None:
-    assert refusal(*EVALUATE, word, schema=EvaluateConfig).startswith(key)
-
-
-@pytest.mark.parametrize(
     "words",
     [
         "model.lipschitz_target=0.9 model=dot_product",
@@ -215,10 +187,8 @@ def test_evaluation_takes_the_presets_of_the_data_and_needs_a_checkpoint() -> No
     ("schema", "arguments", "says"),
     [
         (ModelConfig, {"lipschitz_target": 1.5}, r"model.lipschitz_target: 1.5 is not in"),
-        (OptimConfig, {"betas": [0.9]}, "optim.betas: "),
         (RunConfig, {"root": "${oc.env:HOME}"}, "run.root: .* cannot be used as a value"),
         (RunConfig, {"root": "not UTF-8: \udc80"}, "run.root: its name is not UTF-8; rename it"),
-        (RunConfig, {"name": ""}, "run.name: is empty; give at least one"),
     ],
 )
 def test_python_is_held_to_the_same_ranges_as_a_command_line(
@@ -333,13 +303,3 @@ def test_help_the_configuration_and_errors_end_the_program(
     out, err = capsys.readouterr()
     assert (err if code else out).rstrip("\n") == says.rstrip("\n")
     assert not (out if code else err)
-
-
-def test_a_section_that_extends_another_keeps_its_key() -> None:
-    class Longer(OptimConfig):
-        pass
-
-    class Other(OptimConfig, key="other"):
-        pass
-
-    assert (OptimConfig.key, Longer.key, Other.key) == ("optim", "optim", "other")
