@@ -23,22 +23,6 @@ def raising(error: BaseException) -> Callable[..., None]:
     return work
 
 
-EXECUTED = """
-import os, signal, sys
-from invformer.processes.exit import guarded
-from studies.study import interrupt
-
-signal.signal(signal.SIGINT, interrupt)
-raise SystemExit(guarded(lambda: exec("os.kill(os.getpid(), signal.SIGINT)"), debug=False))
-"""
-
-
-def test_an_interrupt_of_code_executed_from_a_string_ends_a_module_with_130(tmp_path: Path) -> None:
-    (tmp_path / "executed.py").write_text(EXECUTED)
-    done = python("-m", "executed", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
-
-
 def interrupted_while_a_class_is_made() -> None:
     try:
         raise KeyboardInterrupt

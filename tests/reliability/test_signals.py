@@ -1,14 +1,19 @@
-"""SIGINT, SIGTERM and SIGHUP, wherever they arrive: saved, said, and continued to the same bits."""
+"""Signals, kill -9 and full disks: said in one line, and continued to the same bits."""
 
 import os
+import resource
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.kills import FAST
-from tests.support.small_runs import difference, newest, options, without_plots
+from tests.support.kills import FAST, MODELS, kill_and_resume
+from tests.support.processes import ROOT
+from tests.support.small_runs import DROPOUT, difference, newest, options, without_plots, write_text
 from tests.support.zygote import Zygote
 
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
@@ -120,3 +125,81 @@ def test_a_run_whose_console_is_lost_goes_on_to_the_same_bits(
     assert zygote.run(arguments, before=f"{__name__}:without_console").code == 0
     assert difference(uninterrupted["contractive"], root / "unread") is None
     assert (root / "unread" / "sample.txt").exists()
+
+
+WRITES = 9  # files written before the disk is full: one checkpoint, and a part of the next
+
+
+def full_after_a_while() -> None:
+    """Called in a run before it starts: from some file on, nothing longer than 1 KiB is taken."""
+    from invformer.runs import writing as directory
+
+    without_plots()
+    write, written = directory.write_new, []
+
+    def limited(path: Path, content: bytes) -> None:
+        written.append(path)
+        if len(written) == WRITES:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+        write(path, content)
+
+    directory.write_new = limited
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_keeps_what_was_saved(
+    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
+) -> None:
+    arguments = options(root, "full", model=DROPOUT)
+    ended = zygote.run(arguments, before=f"{__name__}:full_after_a_while")
+    assert ended.code == 7, ended.stderr
+    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.count("\n") == 1
+    assert newest(root / "full").step
+    assert zygote.run(arguments, before=FAST).code == 0
+    assert difference(uninterrupted["dropout"], root / "full") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", [60, 200, 300])
+def test_a_file_system_that_is_too_small_ends_the_run_in_one_line(
+    tmp_path: Path, kilobytes: int
+) -> None:
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"]).returncode:
+        pytest.skip("needs unprivileged mounts")
+    write_text(tmp_path)
+    small = tmp_path / "small"
+    small.mkdir()
+    words = options(tmp_path, "a", f"run.root={small}", "logger.name=wandb", model=DROPOUT)
+    script = f'mount -t tmpfs -o size={kilobytes}k none {small} && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, "train.py", *words],
+        cwd=ROOT, env={**os.environ, "WANDB_MODE": "offline"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in done.stderr
+
+
+KILLS = 3
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_killed_again_and_again_ends_as_the_uninterrupted_one(
+    zygote: Zygote,
+    root: Path,
+    uninterrupted: dict[str, Path],
+    durations: dict[str, float],
+    seed: int,
+) -> None:
+    model = "dropout" if seed % 2 else "contractive"
+    kills = part = 0
+    while kills < KILLS:
+        killed = kill_and_resume(
+            zygote, root, f"killed-{seed}-{part}", uninterrupted[model], model=MODELS[model],
+            kills=KILLS - kills, seconds=min(durations.values()), seed=100 * part + seed,
+        )  # fmt: skip
+        assert killed.failure is None, killed
+        kills += killed.kills
+        part += 1

@@ -3,7 +3,6 @@
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from invformer.errors import ConfigurationError
 from invformer.processes import launcher
 from invformer.processes.ranks import usable_cores
 from invformer.runs import machine
-from invformer.runs.machine import pick_device, refuse_missing_requirements, training_device
+from invformer.runs.machine import refuse_missing_requirements
 from invformer.training.build import build_run
 
 
@@ -54,14 +53,6 @@ def refuse(tmp_path: Path) -> Callable[..., None]:
     return refuse
 
 
-def test_a_batch_that_torchruns_processes_cannot_share_is_refused_before_there_is_a_folder(
-    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("TORCHELASTIC_RUN_ID", "1"), ("WORLD_SIZE", "3")):
-        monkeypatch.setenv(name, value)
-    refuse(r"data\.batch_size: 8 windows .* by 3 devices", "data.batch_size=8")
-
-
 def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
     refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,14 +62,6 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     refuse(r"no triton here .*NVIDIA.*; pick auto", "trainer.accelerator=cpu", f"{kernel}=triton")
     for fine in ("auto", "blocked", "math", "sdpa"):
         refuse_missing_requirements(load_config([gpu, f"{kernel}={fine}"]))
-
-
-def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
-    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message = "InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1"
-    monkeypatch.setattr(torch, "compile", lambda f: Mock(side_effect=RuntimeError(message)))
-    refuse(r"trainer\.compile: .*found\)", "trainer.accelerator=cpu", "trainer.compile=true")
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_there_is_a_folder(
@@ -104,13 +87,6 @@ def test_threads_of_ranks_share_the_cores_that_the_container_may_use(
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
     assert usable_cores(tmp_path) == cores
-
-
-def test_a_mac_trains_on_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert training_device(load_config([]).trainer).type == "cpu"
-    assert pick_device("auto", "device").type == "cpu"
 
 
 def test_an_installed_package_does_not_take_the_commit_of_the_repository_around_it(

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import OmegaConf
 
 from invformer.errors import CheckpointError, DataError, Interrupted
-from invformer.runs.checkpoint import LEARNING, MODEL, STATE, read_checkpoint
+from invformer.runs.checkpoint import LEARNING, STATE
 from invformer.runs.saving import Checkpoints
 from invformer.training.fit import fit
 from tests.runs.hostile import edit_json, flipped
@@ -106,17 +106,6 @@ def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer
     )
 
 
-def test_a_run_that_fails_before_its_new_picture_is_drawn_keeps_no_picture_of_fewer_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(tmp_path, "trainer.max_steps=2")
-    monkeypatch.delattr("invformer.training.fit.read_curves")
-    with pytest.raises(NameError):
-        train(tmp_path, "trainer.max_steps=4")
-    assert validated(tmp_path) == [1, 3]
-    assert not (tmp_path / "a" / "summary.png").exists()
-
-
 def test_a_run_that_is_made_longer_follows_the_longer_schedule_from_its_first_new_step(
     tmp_path: Path,
 ) -> None:
@@ -151,26 +140,6 @@ def test_a_damaged_newest_checkpoint_costs_one_interval_and_no_bit(
     assert "continuing from step-00000002" in warning
     assert contents(newest(folder)) == contents(newest(whole))
     assert losses(folder) == losses(whole)
-
-
-def test_a_run_that_goes_on_ends_at_the_same_bits_with_the_last_two_checkpoints_and_the_best(
-    whole: Path, folder: Path
-) -> None:
-    assert newest(folder).step == 4
-    partial = folder / "a" / "checkpoints" / ".partial-step-00000005"
-    partial.mkdir()
-    (partial / MODEL).write_text("{")
-    train(folder)
-    saved = {path.name for path in (folder / "a" / "checkpoints").iterdir()}
-    best = newest(folder).metadata["best"]
-    assert saved == {"step-00000004", "step-00000006", best}
-    assert read_checkpoint(str(folder / "a")).path.name == best
-    assert contents(newest(folder)) == contents(newest(whole))
-    assert losses(folder) == losses(whole)
-    metadata = newest(folder).metadata
-    assert metadata["vocabulary"]["characters"] == "".join(sorted(set(TEXT)))
-    assert {"torch", "lightning"} <= metadata["versions"].keys()
-    assert len(metadata["data_sha256"]) == 64
 
 
 def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from invformer.errors import CheckpointError, InvformerError
 from invformer.runs.checkpoint import STATE, WEIGHTS
-from tests.runs.resuming import column, losses, newest, train, validated
+from tests.runs.resuming import column, losses, newest, train
 from tests.support.saved_runs import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")
@@ -91,15 +91,6 @@ def test_on_request_a_run_goes_on_with_other_rates_batches_decay_clipping_and_dr
     assert column(folder, "optim/lr")[4] == 1e-4 * (1 + math.cos(math.pi * 4 / 6)) / 2
     train(folder, *CHANGED, "trainer.max_steps=8", "run.change=true")
     assert newest(folder).metadata["changes"] == [changed]
-
-
-def test_half_the_batch_twice_a_step_is_the_same_training(whole: Path, folder: Path) -> None:
-    words = ("data.batch_size=4", "trainer.accumulate=2")
-    train(folder, *words, "run.change=true", until=5)
-    train(folder, *words)
-    assert losses(folder) == pytest.approx(losses(whole), rel=1e-5)
-    train(folder, "trainer.max_steps=7", "run.change=true")
-    assert validated(folder) == [1, 3, 4, 5, 6]
 
 
 ANEW = r"or start a new run from its weights: run\.name=NEW init_from=/"
