@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from invformer.kernels import native
-from invformer.kernels.attention import attend, attend_in_ball, attend_l2, choose, only
+from invformer.kernels.attention import attend, attend_in_ball, attend_l2, choose
 from invformer.kernels.native_attention import (
     native_attention,
     native_attention_backward,
     native_ball_attention,
 )
 from invformer.numerics.l2_attention import attention_weights
-from invformer.numerics.linear_map import linearise
 from invformer.weights.position_bias import (
     CausalMask,
     RelativePositionBias,
@@ -264,36 +263,6 @@ def test_kernels_compile_without_a_graph_break(kernel: str, bias: str) -> None:
     torch.testing.assert_close(y, expected)
     g = torch.randn_like(y)
     torch.testing.assert_close(*(torch.autograd.grad(out, q, g)[0] for out in (y, expected)))
-
-
-def test_derivatives_of_any_order_go_through_the_plain_form() -> None:
-    where = position("table", 2, 40, torch.float32)
-    x = torch.randn(1, 2, 40, 4, dtype=torch.float32)
-    with only("math"):
-        jacobian = linearise(lambda q: attend_l2(q, where.logit_bias(40), "blocked"), x)
-    dx, g = torch.randn_like(x), torch.randn_like(x)
-    assert (jacobian.jvp(dx) * g).sum().item() == pytest.approx(
-        (jacobian.vjp(g) * dx).sum().item(), rel=1e-3
-    )
-    with only("math"):
-        plain = attend_l2(x, where.logit_bias(40), "blocked")
-    assert torch.equal(plain, attend_l2(x, where.logit_bias(40), "math"))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "device", "reason"),
-    [
-        ("native", "meta", "is for the CPU, not meta: choose 'auto'"),
-        ("warp", "cpu", "unknown attention kernel"),
-    ],
-)
-def test_an_impossible_choice_says_why_and_what_to_choose(
-    kernel: str, device: str, reason: str
-) -> None:
-    where = position("table", 2, 40, torch.float32).to(device)
-    q = torch.empty(1, 2, 40, 8, dtype=torch.float32, device=device, requires_grad=True)
-    with pytest.raises(ValueError, match=reason):
-        attend_l2(q, where.logit_bias(40), kernel)
 
 
 @pytest.mark.parametrize(

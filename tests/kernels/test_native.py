@@ -1,17 +1,21 @@
-"""What is compiled and when, where it is kept, and what there is without a compiler."""
+"""What is compiled and when, what there is without a compiler, and what the host keeps."""
 
 import ctypes
-import threading
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import deterministic
 
 from invformer.config.load import load_config
 from invformer.errors import ConfigurationError
 from invformer.kernels import native
 from invformer.kernels.attention import attend_l2, choose
+from invformer.kernels.host import leave_new_memory_unfilled
 from invformer.kernels.native_attention import NOTHING, _call
 from invformer.runs.machine import refuse_missing_requirements
 from tests.kernels.test_attention import needs_compiler, position
@@ -93,19 +97,6 @@ def test_damaged_code_is_compiled_again(
     assert (elsewhere / file.name).read_bytes() == file.read_bytes()
 
 
-def test_processes_that_compile_at_once_do_not_disturb_each_other(
-    compiler: Path, kept: Path
-) -> None:
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(native._load())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert [path.suffix for path in kept.iterdir()] == [".so"]
-
-
 @pytest.mark.parametrize("make", [lambda folder: folder.mkdir(0o777), Path.touch])
 def test_code_that_others_could_have_put_there_is_not_run_nor_is_any_left_in_their_place(
     make: Callable[[Path], None], compiler: Path, kept: Path, tmp_path: Path,
@@ -168,3 +159,31 @@ def test_too_little_memory_is_an_error_of_its_own() -> None:
 def test_the_mark_for_the_compiler_is_the_one_that_torch_sets() -> None:
     marked = torch.compiler.assume_constant_result(lambda: True)
     assert vars(native.is_available).items() >= vars(marked).items() != {}.items()
+
+
+STEPS = """
+import resource, torch
+from invformer.kernels.host import keep_freed_memory
+
+def faults() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(2):
+        torch.ones(2**24)  # 64 MiB, freed at once
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+returned = [faults() for _ in range(2)]
+assert keep_freed_memory()
+kept = [faults() for _ in range(8)]  # until blocks lie where later ones fit
+assert kept[-1] < returned[-1] / 10, (returned, kept)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_large_blocks_come_without_new_pages_once_freed_memory_is_kept() -> None:
+    subprocess.run([sys.executable, "-c", STEPS], check=True)
+
+
+def test_new_memory_is_left_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
+    leave_new_memory_unfilled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory

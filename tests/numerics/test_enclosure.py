@@ -203,13 +203,3 @@ def test_sums_and_lengths_are_enclosed(count: int, kind: type[Enclosure]) -> Non
         mapped = at_row.into_ball(3.0)
         for k, v in enumerate(numbers):
             assert within(v * shrinkage, mapped[k])
-
-
-def test_a_pair_keeps_what_float64_loses() -> None:
-    x, y, f = random(50), random(50, seed=1), random(50, seed=2).float().double()
-    pair = (paired(constant(x)) + constant(y)) * constant(f)
-    for k in range(50):
-        exact = (arb(x[k].item()) + arb(y[k].item())) * arb(f[k].item())
-        assert within(exact, pair[k])
-        assert pair.radius[k] <= 1e-28 * (1 + (abs(x[k]) + abs(y[k])) * abs(f[k]))
-        assert within(exact, pair.single()[k])

@@ -15,7 +15,6 @@ from invformer.numerics.error_bound import (
 from invformer.numerics.fixed_point import invert_residual
 from invformer.numerics.norms import NORMS, Norm, vector_norm
 from tests.numerics.contractions import CONSTANTS, two_layers
-from tests.support.launches import Launches
 
 
 def test_the_stack_bound_is_the_recursion_written_out() -> None:
@@ -59,16 +58,6 @@ def test_constants_from_one_on_bound_no_error_not_even_of_a_zero_residual(consta
         assert (contraction_error_bound(residual, constant) == math.inf).all()
         steps = [residual_step(residual, constant), residual_step(torch.zeros(3), 0.5)]
         assert (stack_error_bound(steps) == math.inf).all()
-
-
-def test_twice_the_layers_take_twice_the_operations() -> None:
-    step = scale_step(torch.zeros(1, 1, 2), torch.ones(2), torch.zeros(2), "token_max")
-    counts = []
-    for num_layers in (8, 16):
-        with Launches() as launches:
-            stack_error_bound([step] * num_layers)
-        counts.append(launches.count)
-    assert counts[1] <= 2 * counts[0]
 
 
 def stack_violations(

@@ -50,15 +50,6 @@ def test_derivatives_of_first_and_second_order_are_exact() -> None:
         assert torch.autograd.gradgradcheck(function, log_n)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_vmap_and_forward_mode_give_the_same() -> None:
-    log_n = torch.tensor([-math.inf, -3.0, 0.0, 5.0])
-    g = phi_inverse_from_log(log_n)
-    torch.testing.assert_close(torch.vmap(phi_inverse_from_log)(log_n), g)
-    tangent = torch.func.jvp(phi_inverse_from_log, (log_n,), (torch.ones(4),))[1]
-    torch.testing.assert_close(tangent, g / (1 + g))
-
-
 def test_the_lemma_is_attained_and_never_exceeded() -> None:
     """max_s Σ P s = g(n) with weights ∝ e^{b − s} and a self token ∝ 1, at s = 1 + g."""
     biases = torch.tensor([0.5, -1.0, 2.0, 0.0])

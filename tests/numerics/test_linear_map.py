@@ -1,12 +1,17 @@
-"""Jacobians as products: against dense Jacobians, in every grad mode."""
+"""Jacobians as products, and log|det(I + J)| of causal maps, held against dense matrices."""
 
+import math
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import linearise
+from invformer.numerics.log_det import causal_log_det, estimate_log_det
+from tests.numerics.contractions import orthogonal
 from tests.support.problems import dense_jacobian
 
 N, D = 4, 3
@@ -44,3 +49,89 @@ def test_linearising_works_in_every_grad_mode_and_leaves_no_graph(mode) -> None:
     assert not pushed.requires_grad
     assert not pulled.requires_grad
     assert layer.weight.grad is None
+
+
+def causal_attention(heads: int = 2, width: int = 6) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Tied L2 attention: a causal map whose tokens do mix."""
+    d = width // heads
+    w_q = 0.8 * orthogonal(heads, width, width)[..., :d]
+    g = 0.4 * orthogonal(heads, width, width)[:, :d]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.full((1, x.shape[-2], x.shape[-2]), -math.inf).triu(1)
+        return (l2_attention(x.unsqueeze(-3) @ w_q, hidden) @ g).sum(-3)
+
+    return f
+
+
+def test_a_causal_log_det_is_the_dense_one_in_every_grad_mode() -> None:
+    attention, w, x = causal_attention(), 0.5 * orthogonal(6, 6), torch.randn(6, 7, 6)
+
+    def f(z: torch.Tensor) -> torch.Tensor:
+        return torch.tanh((z + attention(z)) @ w)
+
+    exact = torch.stack([(torch.eye(42) + dense_jacobian(f, sample)).logdet() for sample in x])
+    for grad in (torch.no_grad, torch.inference_mode):
+        with grad():
+            found = causal_log_det(f, x.view(2, 3, 7, 6).clone().requires_grad_()).flatten()
+            assert not found.requires_grad
+            torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
+
+
+def test_a_flow_learns_from_the_gradient_of_the_dense_log_det() -> None:
+    attention = causal_attention()
+    w = (0.5 * orthogonal(6, 6)).requires_grad_()
+    x = torch.randn(3, 6, requires_grad=True)
+
+    def f(z: torch.Tensor) -> torch.Tensor:
+        return torch.tanh((z + attention(z)) @ w)
+
+    found = torch.autograd.grad(causal_log_det(f, x), (x, w))
+    dense = torch.eye(18) + dense_jacobian(f, x)
+    torch.testing.assert_close(found, torch.autograd.grad(dense.logdet(), (x, w)))
+
+
+def test_a_map_that_sees_the_future_is_refused() -> None:
+    mixing = torch.full((5, 5), 0.1)
+    with pytest.raises(ValueError, match="not causal: token 0 depends on later ones"):
+        causal_log_det(lambda x: mixing @ x, torch.randn(2, 5, 3))
+
+
+C = 0.6  # of the map below: ‖w‖₂ = C, slopes of tanh at most one
+
+
+def contraction(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A map that mixes all entries of a sample."""
+    return lambda x: torch.tanh(x.flatten(-2) @ w).view(x.shape)
+
+
+@pytest.mark.parametrize("num_terms", [None, 3])
+def test_an_estimated_log_det_and_its_gradients_have_the_stated_mean(num_terms: int | None) -> None:
+    w = (C * orthogonal(6, 6)).requires_grad_()
+    x = torch.randn(3, 2, requires_grad=True)
+    dense = torch.eye(6) + dense_jacobian(contraction(w), x)
+    exact, gradients = dense.logdet(), torch.autograd.grad(dense.logdet(), (x, w))
+    copies = x.detach().expand(2_500, 3, 2).clone().requires_grad_()
+    options = {"num_probes": 4, "generator": torch.Generator().manual_seed(1)}
+    found = estimate_log_det(
+        contraction(w), copies, lipschitz_bound=C, num_terms=num_terms, **options
+    )
+    of_x, of_w = torch.autograd.grad(found.value.mean(), (copies, w))
+    three_errors = 3 * found.value.std().item() / 50 + 1e-12
+    assert abs(found.value.mean() - exact) <= three_errors + found.tail
+    if num_terms is None:
+        assert found.tail == 0
+        for mean, wanted in zip((of_x.sum(0), of_w), gradients, strict=True):
+            torch.testing.assert_close(mean, wanted, rtol=0, atol=0.05)
+    spread = found.value.std() / found.standard_error.square().mean().sqrt()
+    assert 0.5 < spread < 2
+
+
+def test_the_tail_of_a_fixed_cut_bounds_its_bias() -> None:
+    w, x = C * orthogonal(6, 6), torch.zeros(3, 2)  # at zero J = wᵀ, tr(Jᵏ) is known
+    exact = (torch.eye(6) + w).logdet()
+    for n in (1, 2, 5, 9):
+        powers = [torch.linalg.matrix_power(w, k).trace() / k for k in range(1, n + 1)]
+        cut = sum(p if k % 2 == 0 else -p for k, p in enumerate(powers))
+        tail = estimate_log_det(contraction(w), x, lipschitz_bound=C, num_terms=n).tail
+        assert abs(cut - exact) <= tail <= 1.001 * 6 * C ** (n + 1) / ((n + 1) * (1 - C))

@@ -15,7 +15,6 @@ from tests.support.builders import (
     WIDTH,
     random_tokens,
     scaled_model,
-    small_model,
     trained_a_little,
 )
 from tests.support.problems import dense_jacobian
@@ -160,9 +159,3 @@ def test_large_inputs_and_one_much_larger_are_initialised_to_finite_outputs(boun
     assert stack(x).isfinite().all()
     for _, layer in stack.residual_layers():
         assert (layer.scaling(x).flatten(0, 1).std(0) < 100).all()
-
-
-def test_branches_write_one_after_the_other_from_the_first_free_channel_on() -> None:
-    layers = small_model().stack.residual_layers()
-    to_these = [layer.scaling.written.tolist() for _, layer in layers]
-    assert to_these == [[4, 5, 6], [7, 8, 9], [10, 11, 0], [1, 2, 3]]
