@@ -9,7 +9,6 @@ from invformer.branches.feed_forward.activations import ACTIVATION_SLOPE, ACTIVA
 from invformer.branches.feed_forward.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.lipschitz.local_bounds import local_bound
 from invformer.numerics.norms import NORMS
-from invformer.numerics.token_shift import advance, delay
 from tests.support.problems import diagonal_norm, jacobian, norm_from_below
 
 TOKENS, WIDTH, HIDDEN, TARGET = 6, 5, 11, 0.9
@@ -23,13 +22,6 @@ def layer(kernel: int = 3, seed: int = 0, activation="silu") -> ContractiveFeedF
         for parameter in made.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
     return made.eval()
-
-
-def test_a_shift_by_one_token_has_an_adjoint() -> None:
-    x, y = torch.randn(2, TOKENS, WIDTH), torch.randn(2, TOKENS, WIDTH)
-    torch.testing.assert_close((delay(x) * y).sum(), (x * advance(y)).sum())
-    assert torch.equal(delay(x)[:, 1:], x[:, :-1])
-    assert not delay(x)[:, 0].any()
 
 
 @pytest.mark.parametrize("kernel", [2, 4, TOKENS + 1])

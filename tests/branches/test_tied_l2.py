@@ -1,7 +1,6 @@
 """Attention maps against naive loops, dense Jacobians and the inputs that break imitations."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from invformer.nn import (
     PaperContractiveL2Attention,
 )
 from invformer.numerics.norms import NORMS
-from invformer.weights.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from invformer.weights.position_bias import VisibilityMask
 from tests.support.builders import mask_of, moved
 from tests.support.problems import diagonal_norm, jacobian, norm_from_below, paper_attention
 
@@ -30,14 +29,6 @@ def test_tied_l2_attention_is_the_papers_formula_with_a_h_written_out(kind: str)
     bias = layer.position(SEQ_LEN).expand(HEADS, -1, -1)
     expected = paper_attention(x, layer.w_q, layer.w_v, layer.w_o.flatten(0, 1), bias)
     torch.testing.assert_close(layer(x), expected)
-
-
-def test_dot_product_attention_is_the_usual_formula() -> None:
-    layer = DotProductAttention(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN))
-    x = torch.randn(SEQ_LEN, WIDTH)
-    q, k, v = (p.view(SEQ_LEN, HEADS, -1).transpose(0, 1) for p in layer.qkv(x).chunk(3, -1))
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, layer.position(SEQ_LEN))
-    torch.testing.assert_close(layer(x), layer.out(expected.transpose(0, 1).flatten(1)))
 
 
 contractive = partial(ContractiveL2Attention, WIDTH, HEADS, lipschitz_target=TARGET)
@@ -122,17 +113,3 @@ def test_a_mask_that_hides_a_token_from_itself_is_refused() -> None:
     visible[2, 2] = False
     with pytest.raises(ValueError, match="hides token 2 from itself"):
         VisibilityMask(visible)
-
-
-@pytest.mark.parametrize(
-    ("kind", "target"),
-    [
-        (ContractiveL2Attention, [0.5]),
-        (PaperContractiveL2Attention, [0.5]),
-        (L2Attention, []),
-        (DotProductAttention, []),
-    ],
-)
-def test_heads_that_do_not_divide_the_width_are_refused(kind: Any, target: list[float]) -> None:
-    with pytest.raises(ValueError, match="num_heads must divide d_model, got 3 and 8"):
-        kind(8, 3, CausalMask(5), *target)

@@ -104,10 +104,3 @@ def test_what_cannot_be_inverted_is_refused_in_one_line(index: int, scaled: bool
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
             with pytest.raises(ValueError, match=f"y is in {dtype}, the weights .*float32: conv"):
                 inverse(torch.zeros(2, TOKENS, WIDTH, dtype=dtype))
-
-
-def test_attention_to_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="an empty sequence"):
-        ContractiveL2Attention(WIDTH, 2, RelativePositionBias(2, TOKENS), TARGET)(
-            torch.zeros(2, 0, WIDTH)
-        )

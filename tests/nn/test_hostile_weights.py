@@ -172,15 +172,6 @@ def test_certificates_of_another_kind_or_norm_or_length_do_not_bound_errors() ->
         model.stack.inverse(z, certificate=short)
 
 
-def test_a_float64_copy_is_inverted_with_the_certificate_of_the_float32_model() -> None:
-    model = trained_a_little(contractive_model()).float()
-    certificate = certify(model)
-    model = model.double().requires_grad_(False)
-    x = model.embedding(random_tokens(2))
-    solution = model.stack.inverse(model.stack(x), certificate=certificate)
-    assert ((solution.value - x).norm(dim=-1).amax(-1) <= solution.error_bound).all()
-
-
 @pytest.mark.parametrize(
     ("build", "part", "value"),
     [

@@ -1,4 +1,4 @@
-"""ActivationNorm, feed-forward, residual layers and stacks."""
+"""Layers, couplings and stacks: what they compute, their inverses, inputs in a ball."""
 
 import math
 from functools import partial
@@ -10,6 +10,7 @@ from invformer.nn import (
     ActivationNorm,
     CausalMask,
     ContractiveFeedForward,
+    CouplingStack,
     InvertibleResidual,
     L2Attention,
     certify,
@@ -21,6 +22,7 @@ from tests.support.builders import (
     SEQ_LEN,
     WIDTH,
     contractive_model,
+    coupling,
     model_of_the_past,
     random_tokens,
     scaled_model,
@@ -67,24 +69,6 @@ def test_activation_norm_has_the_derivatives_of_its_formula(shape: tuple[int, ..
     for found, expected in zip(ours, formula, strict=True):
         assert found.allclose(expected, rtol=1e-12)
     assert torch.autograd.gradgradcheck(lambda x, *_: layer(x), inputs)
-
-
-def test_feed_forward_held_in_entry_max_is_certified_there() -> None:
-    layer = ContractiveFeedForward(WIDTH, 3 * WIDTH, 0.9, norm="entry_max").eval()
-    bound = layer.lipschitz_bound("entry_max")
-    jacobian = dense_jacobian(layer, torch.randn(2, WIDTH))
-    assert jacobian.abs().sum(-1).max().item() <= bound <= 0.9
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
-def test_without_gradients_the_feed_forward_gives_the_same_numbers(activation: str) -> None:
-    layer = ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.9, activation).eval()
-    x = torch.randn(2, 3, WIDTH)
-    before = x.clone()
-    with torch.no_grad():
-        value = layer(x)
-    assert torch.equal(value, layer(x))
-    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("build", EVERY_KIND)
@@ -173,3 +157,69 @@ def test_a_branch_that_does_not_contract_is_not_inverted() -> None:
     layer = InvertibleResidual(L2Attention(WIDTH, 3, CausalMask(SEQ_LEN)))
     with pytest.raises(ValueError, match=r"no inverse: the bound of f is \d.* ≥ 1 in token_max"):
         layer.inverse(torch.zeros(1, SEQ_LEN, WIDTH))
+
+
+def test_the_inverse_undoes_the_stack_and_the_stack_the_inverse() -> None:
+    model = trained_a_little(coupling()).eval()
+    stack, x = model.stack, 3 * torch.randn(2, SEQ_LEN, model.head.in_features)
+    assert isinstance(stack, CouplingStack)
+    torch.testing.assert_close(stack.inverse(stack(x)), x, rtol=0, atol=1e-12)
+    torch.testing.assert_close(stack(stack.inverse(x)), x, rtol=0, atol=1e-12)
+
+
+def test_a_coupling_keeps_volume_and_sees_no_later_token() -> None:
+    model = trained_a_little(coupling()).eval()
+    x = torch.randn(SEQ_LEN, model.head.in_features)
+    jacobian = dense_jacobian(model.stack, x).detach()
+    assert abs(torch.linalg.slogdet(jacobian)[1]) < 1e-9
+    later = jacobian.view(*x.shape, *x.shape).abs().sum((1, 3)).triu(1)
+    assert later.max() == 0
+
+
+# Small enough to bend: tokens of these models have a length of about √12.
+RADIUS = 2.0
+MODELS = [
+    {},
+    {"certificate": "causal"},
+    {"bounded": True},
+    {"bounded": True, "certificate": "causal", "strictly_causal": True, "kernel": 3},
+]
+
+
+def model_in_a_ball(**options):
+    return trained_a_little(contractive_model(input_radius=RADIUS, **options)).eval()
+
+
+def layers_and_inputs(model, tokens):
+    x = model.embedding(tokens).detach()
+    for name, layer in model.stack.layers():
+        if isinstance(layer, InvertibleResidual):
+            yield name, layer, x
+        x = layer(x).detach()
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_no_jacobian_exceeds_the_bounds_of_the_branches(options: dict) -> None:
+    model, tokens = model_in_a_ball(**options), random_tokens(1)
+    norms = ("token_max", "frobenius")
+    bounds = {norm: certify(model, norm, torch.float64, "global").per_branch for norm in norms}
+    for name, layer, x in layers_and_inputs(model, tokens):
+        dense = dense_jacobian(layer.f, x[0])
+        assert torch.linalg.matrix_norm(dense, 2).item() <= bounds["frobenius"][name]
+        rows = dense.unflatten(0, (SEQ_LEN, -1))
+        # ‖X‖_F ≤ 1 holds every token at 1, so a token's rows gain no more than in token_max.
+        assert torch.linalg.matrix_norm(rows, 2).max().item() <= bounds["token_max"][name]
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_the_output_of_a_branch_stays_bounded_however_large_its_input(options: dict) -> None:
+    model = model_in_a_ball(**options)
+    for _, layer, x in layers_and_inputs(model, random_tokens(2)):
+        added = [layer.f(scale * x).norm(dim=-1).max().item() for scale in (1e3, 1e6)]
+        assert added[1] == pytest.approx(added[0], rel=1e-3)
+
+
+def test_nothing_is_claimed_in_entry_max() -> None:
+    model = model_in_a_ball()
+    with pytest.raises(ValueError, match="entry_max"):
+        certify(model, norm="entry_max")

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from invformer.nn import CharEmbedding, CharTransformer, certify
+from invformer.nn import CharEmbedding, CharTransformer
 from invformer.nn.transformer import sampled
 from invformer.numerics.precision import denormals_flushed
 from invformer.weights.spectral import set_manual_refresh
@@ -57,18 +57,6 @@ def test_texts_without_symbols_or_beyond_seq_len_are_refused_in_one_line(build) 
         model.extend(tokens[:, :1], past)
 
 
-def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
-    model = contractive_model()
-    plain = model(random_tokens(1))
-    model.dropout.p = 0.5
-    model.train()
-    x = model.embedding(random_tokens(1))
-    assert model.stack(x).equal(model.stack(x))
-    assert not model(random_tokens(1)).equal(model(random_tokens(1)))
-    assert certify(model).holds
-    assert model.eval()(random_tokens(1)).allclose(plain)
-
-
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
 @pytest.mark.parametrize(
@@ -95,18 +83,6 @@ def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build, a
         block.compile(backend="eager", fullgraph=True)
     for found, expected in zip(gradients(), plain, strict=True):
         assert found.allclose(expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("build", CONTRACTIVE)
-def test_a_model_on_the_meta_device_has_the_shapes_of_a_real_one(build) -> None:
-    with torch.device("meta"):
-        model = build()
-        logits = model(torch.zeros(2, SEQ_LEN, dtype=torch.long))
-    logits.sum().backward()
-    assert logits.shape == (2, SEQ_LEN, VOCAB)
-    for parameter, real in zip(model.parameters(), build().parameters(), strict=True):
-        assert parameter.is_meta
-        assert parameter.shape == real.shape
 
 
 def tied(build: Callable[[], CharTransformer]) -> CharTransformer:
