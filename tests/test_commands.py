@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 import invformer
 from invformer import commands
 from invformer.report.recovered_text import Shown
-from invformer.runs.checkpoint import WEIGHTS
 from invformer.trained.model import RecoveredText
 from tests.support import fake_hub
 from tests.support.processes import python
@@ -70,12 +69,6 @@ def test_a_text_is_taken_as_it_is_typed(typed: Typed, text: str) -> None:
     )
 
 
-def test_a_prompt_comes_from_a_pipe(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    piped = io.BytesIO(b"\xef\xbb\xbf7 times")  # with a byte order mark, which is no text
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=piped, isatty=lambda: False))
-    assert typed("sample", "length=3").startswith("7 times")
-
-
 def test_a_standard_input_that_is_closed_has_no_text(
     typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,13 +83,6 @@ def test_a_sample_sends_a_terminal_no_commands(
     trained = SimpleNamespace(stream=lambda *_, **__: iter("a\x1b[31m"))
     monkeypatch.setattr("invformer.trained.model.load", lambda *_: trained)
     assert typed("sample", "prompt=\x07") == r"\x07a\x1b[31m" + "\n"
-
-
-def test_a_text_comes_back_and_is_proven(typed: Typed) -> None:
-    text = "12 times 12 is 144; 13 times 13 is 169"  # longer than seq_len
-    said = typed("invert", f"text={text}")
-    assert re.search(rf"text +{text}\n +recovered +{text}\n +proven +✓{{38}}\n", said)
-    assert "38 of 38 characters recovered, 38 of 38 proven\nany other symbols have a state" in said
 
 
 def test_a_file_or_a_pipe_is_inverted_with_its_line_ends_and_without_its_byte_order_mark(
@@ -314,23 +300,6 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
     assert not re.search(r"None|TODO|\{|nan", text)
 
 
-def test_an_export_in_four_bits_is_small_and_proven_for_what_is_shipped(
-    run: Path, exported: Path, tmp_path: Path, typed: Typed
-) -> None:
-    folder = tmp_path / "small"
-    assert "written to" in typed("export", f"out={folder}", "bits=4")
-    model, original = invformer.load(folder), invformer.load(run)
-    assert model.certificate is not None
-    assert model.certificate.holds
-    assert model.certificate != original.certificate
-    assert model.evaluation is None
-    text = "1 4 9 16"
-    assert model.invert(model.encode(text)).text == text
-    whole, small = ((at / WEIGHTS).stat().st_size for at in (exported, folder))
-    assert small < whole / 3
-    assert "weight bits: 4" in (folder / "README.md").read_text()
-
-
 def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
     run: Path, tmp_path: Path
 ) -> None:
@@ -367,12 +336,6 @@ def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
     assert "invformer.load('me/squares')" in (tmp_path / "models/me/squares/README.md").read_text()
     assert json.loads((tmp_path / "me--squares.evaluation.json").read_text())["step"] == 8
     assert (tmp_path / "checkpoints/more/checkpoints/step-00000001").is_dir()
-
-
-def test_an_export_overwrites_nothing(typed: Typed, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    assert "is not empty; name a new folder" in typed("export", f"out={tmp_path}", code=7)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -1,17 +1,21 @@
-"""Which checkpoint of a run folder is evaluated, and what is said if it is not the best."""
+"""Which checkpoint of a run folder is evaluated, and the file of an evaluation."""
 
+import json
+import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from invformer.errors import CheckpointError
+from invformer.evaluation.result import Evaluation
 from invformer.runs.checkpoint import MANIFEST, MODEL, STATE_TENSORS, WEIGHTS, read_checkpoint
+from invformer.runs.files import write_json
 from tests.runs.hostile import edit_json
-from tests.support.saved_runs import NO_STATE, write_checkpoint
+from tests.support.saved_runs import NO_STATE, Saved, write_checkpoint
 
 BEST, NEWEST = "step-00000004", "step-00000006"
 IS_GONE = r"checkpoints: the best checkpoint is not there any more"
@@ -67,7 +71,33 @@ def test_the_best_is_taken_and_a_warning_says_why_it_is_not(
     assert all(re.search(rf"{why}.*; taking {taken}{end}$", line) for line in said)
 
 
-def test_a_damaged_checkpoint_that_was_named_itself_is_refused(checkpoints: Path) -> None:
-    damaged(BEST, MANIFEST)(checkpoints)
-    with pytest.raises(CheckpointError, match=BEST):
-        read_checkpoint(str(checkpoints / BEST))
+pytestmark = pytest.mark.usefixtures("single_precision")
+
+
+@pytest.mark.parametrize("words", [(), ("model=dot_product",), ("model=causal_bounded",)])
+def test_an_evaluation_comes_back_from_its_file(tmp_path: Path, words: tuple[str, ...]) -> None:
+    found = Saved(tmp_path, *words).evaluated()
+    if found.inversion:  # JSON has no infinity
+        found = replace(found, inversion=replace(found.inversion, error_bound=math.inf))
+    write_json(found.to_json(), tmp_path / "found.json")
+    kept = json.loads((tmp_path / "found.json").read_text())
+    again = Evaluation.from_json(kept)
+    if found.inversion and again.inversion:
+        assert math.isnan(again.inversion.error_bound)
+        again = replace(again, inversion=replace(again.inversion, error_bound=math.inf))
+    assert again == found
+
+
+def test_a_file_of_0_1_is_read_and_one_of_something_else_is_not(tmp_path: Path) -> None:
+    found = Saved(tmp_path).evaluated()
+    kept = found.to_json()
+    old = {**kept, "perf": {"forward_characters_per_second": 9.0}}
+    tried = old["inversion"].pop("characters_tried")
+    old["inversion"]["seconds_forward"] = 0.1
+    read = Evaluation.from_json(old)
+    assert found.inversion
+    assert read.inversion == replace(found.inversion, characters_tried=None)
+    assert tried
+    for other in ({}, {**kept, "data": 3}, []):
+        with pytest.raises((LookupError, TypeError, AttributeError)):
+            Evaluation.from_json(other)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A trained model as imported."""
+"""A trained model as imported, its states in files and damaged, its weights in few bits."""
 
 import copy
 import re
@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 import invformer
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, ConfigurationError, DataError
+from invformer.runs.packed import packed, unpacked
 from invformer.trained.model import TrainedModel
-from invformer.trained.states import read_states, write_states
-from tests.support.builders import contractive_model, random_tokens
+from invformer.trained.quantised import quantised, rounded
+from invformer.trained.states import perturb, read_states, write_states
+from tests.support.builders import contractive_model, random_tokens, scaled_model, trained_a_little
 from tests.support.small_runs import tiny_run
 
 pytestmark = pytest.mark.usefixtures("single_precision")
@@ -111,3 +113,73 @@ def test_wrong_states_texts_and_paths_are_refused(
     for path in (f"{run.name}/nothing", "checkpoints/nothing"):
         with pytest.raises(CheckpointError, match="does not exist: name a run folder"):
             invformer.load(path)
+
+
+def test_states_are_rounded_to_the_bits_asked_for() -> None:
+    z = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    assert perturb(z, 0.0, 2, 0)[0].unique().numel() == 4
+    assert torch.equal(perturb(z, 0.0, None, 0)[0], z)
+    assert torch.equal(perturb(torch.ones(2, 2), 0.0, 2, 0)[0], torch.ones(2, 2))
+    noise = perturb(z, 0.5, None, 0)[0] - z
+    assert torch.allclose(noise.norm(dim=-1), 0.5 * z.square().sum(-1).mean().sqrt())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_noise_has_no_direction_of_an_embedding_that_was_drawn_by_the_same_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    embedding = torch.nn.Embedding(20, 64).weight.detach()
+    noise = perturb(torch.ones(20, 64), 1.0, None, seed)[0] - 1
+    assert torch.cosine_similarity(noise, embedding).abs().max() < 0.7
+
+
+def test_levels_beyond_half_precision_move_its_states_by_at_most_half_a_level() -> None:
+    z = torch.randn(50, 8, dtype=torch.float16)
+    level = (z.max() - z.min()).item() / (2**16 - 1)
+    assert (perturb(z, 0.0, 16, 0)[0] - z).abs().max() <= 0.51 * level
+
+
+@pytest.mark.parametrize(
+    ("noise", "bits"), [(0.0, 3), (0.5, None), (0.5, 3), (1e6, None), (0.0, None)]
+)
+def test_it_is_known_how_far_damaged_states_may_be_off(noise: float, bits: int | None) -> None:
+    z = torch.randn(50, 8)
+    changed, known = perturb(z, noise, bits, 0)
+    away = changed - z
+    sizes = {"entries_within": away.abs().max(), "states_within": away.norm(dim=-1).max()}
+    names = {(0.0, 3): ["entries_within"], (0.0, None): []}
+    assert list(known) == names.get((noise, bits), ["states_within"])
+    for name, bound in known.items():
+        assert 0.6 * bound < sizes[name] < bound
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_channel_has_a_few_evenly_spaced_levels_and_a_small_error(bits: int) -> None:
+    weight = torch.randn(3, 40, 5)
+    found = rounded(weight, bits, input_dim=-2).value()
+    for column in found.transpose(-2, -1).flatten(0, 1):
+        steps = column.unique().diff()
+        assert len(column.unique()) <= 2**bits - 1
+        assert torch.allclose(steps / steps.min(), (steps / steps.min()).round(), atol=1e-3)
+    assert (found - weight).square().mean() < 4.0 ** (2 - bits) * weight.square().mean()
+
+
+def test_a_channel_of_zeros_stays_zero() -> None:
+    weight = torch.cat([torch.zeros(1, 6), torch.randn(1, 6)])
+    assert torch.equal(rounded(weight, 4, input_dim=-1).value()[0], torch.zeros(6))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+def test_stored_matrices_come_back_to_the_bit_and_are_small(bits: int) -> None:
+    model, matrices = quantised(trained_a_little(scaled_model()).float(), bits)
+    weights, stored = model.state_dict(), packed(matrices)
+    stored |= {name: weight for name, weight in weights.items() if name not in matrices}
+    for name, weight in unpacked(stored, weights, bits).items():
+        assert torch.equal(weight, weights[name])
+    for name, matrix in matrices.items():
+        size = stored[name + ".integers"].numel()
+        assert matrix.integers.numel() * bits <= 8 * size < matrix.integers.numel() * bits + 8
+
+
+def test_more_bits_than_an_integer_holds_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"bits: 9 is not in \[2, 8\]"):
+        quantised(scaled_model(), 9)
