@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks import __main__ as program
-from benchmarks import peak_memory, recipes, run, tasks, timing
-from benchmarks.models import ATTENTIONS, MODELS, Case, build, windows
+from benchmarks import recipes, run, tasks, timing
+from benchmarks.models import MODELS, Case, build, windows
 from benchmarks.plots import growth
 from benchmarks.table import HEAD, line, table
-from benchmarks.table import main as print_table
 from benchmarks.timing import Spread, in_turns, paired
 from tests.gpu.emulation import cuda_rules
 from tests.gpu.graphs import noted_graphs
@@ -76,26 +74,6 @@ def test_every_task_of_every_model_has_a_row_in_the_table_of_rates_of_the_same_t
     assert len({*ids}) == len(ids)
 
 
-def test_a_results_file_has_a_line_for_each_row(rows: list[dict], tmp_path: Path) -> None:
-    report = {"environment": {"cpu": "an “AMD”"}, "rows": rows}
-    run.write(report, tmp_path / "results.json")
-    text = (tmp_path / "results.json").read_text(encoding="utf-8")
-    assert json.loads(text) == report
-    assert len(text.splitlines()) == len(rows) + 3
-
-
-def test_compiled_steps_have_rows_of_every_model_beside_two_that_are_not_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda block: compiled.append(block))
-    rows = list(run.measure_compiled(run.Setting(TINY, CPU, "float32", seconds=0)))
-    eager = {"dot_product-eager", "contractive_l2-eager"}
-    assert {row["variant"] for row in rows} == {*MODELS, *eager}
-    assert {row["task"] for row in rows} == {"train-compiled"}
-    assert len(compiled) == len(MODELS) * TINY.num_layers
-
-
 @pytest.mark.parametrize("name", ["contractive_bounded", "dot_product"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_a_step_that_is_one_graph_does_what_its_launches_do(name: str, precision: str) -> None:
@@ -111,15 +89,6 @@ def test_a_step_that_is_one_graph_does_what_its_launches_do(name: str, precision
                 together()
     pairs = zip(together.model.parameters(), apart.model.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-
-
-def test_all_models_but_the_plain_one_run_on_the_kernel_that_is_asked_for() -> None:
-    inputs, _ = windows(TINY, CPU)
-    for name in MODELS:
-        model = build(name, TINY, CPU, "blocked")
-        kernels = [m.kernel for m in model.modules() if isinstance(m, ATTENTIONS)]
-        assert kernels == ([] if name == "plain" else ["blocked"] * TINY.num_layers)
-        torch.testing.assert_close(model(inputs), build(name, TINY, CPU, "math")(inputs))
 
 
 def test_the_plain_model_looks_at_no_later_character() -> None:
@@ -156,17 +125,6 @@ def test_growth_follows_one_size_while_the_others_are_held_and_takes_the_smalles
     sizes = ((64, 128, 32), (256, 128, 32), (256, 128, 8), (256, 384, 8))
     rows = [training_row("l2", n, d, batch, rate=batch) for n, d, batch in sizes]
     assert growth(rows, "seq_len", "cpu") == {"l2": [(64, 32), (256, 8)]}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not peak_memory.STATUS.exists(), reason="reads /proc")
-def test_peak_memory_of_a_step_counts_what_a_larger_batch_adds() -> None:
-    small, large = (
-        peak_memory.measure_in_child("plain", Case(128, 64, 2, 2, size), "cpu", "float32", 1)
-        for size in (8, 64)
-    )
-    # At least the activations that 56 more windows of 128 x 64 floats keep for the backward pass.
-    assert large - small > 56 * 128 * 64 * 4 * 20
 
 
 def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() -> None:
@@ -208,16 +166,6 @@ def test_impossible_arguments_are_refused_in_one_line_beforehand(
     assert not (tmp_path / "a").exists()
 
 
-def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
-) -> None:
-    monkeypatch.setattr(program, "measure_case", lambda *_: pytest.fail("it measures"))
-    (tmp_path / "file").write_text("")
-    for out in (tmp_path, tmp_path / "file" / "results.json"):
-        said = refusal(program.main, 7, "--quick", f"--out={out}")
-        assert said.startswith("error: argument --out: ")
-
-
 def run_quickly(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, stop: bool = False
 ) -> None:
@@ -236,16 +184,6 @@ def run_quickly(
     program.main()
 
 
-def test_a_few_cases_do_not_take_the_place_of_the_whole_suite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_quickly(tmp_path, monkeypatch, "--quick")
-    whole = (tmp_path / "quick.json").read_text()
-    run_quickly(tmp_path, monkeypatch, "--quick", "--only", "n32")
-    assert (tmp_path / "quick.json").read_text() == whole
-    assert {file.name for file in tmp_path.iterdir()} == {"quick.json", "quick-part.json"}
-
-
 def test_an_interrupted_run_leaves_earlier_results_alone_and_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,16 +197,6 @@ def test_an_interrupted_run_leaves_earlier_results_alone_and_ends_in_one_line(
     assert error.startswith("error: interrupted; ")
     assert "quick.json.tmp keeps 1 rows" in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("content", [None, "[1]", "{", '{"rows": [{}]}'])
-def test_a_table_of_no_results_is_refused_in_one_line(
-    content: str | None, tmp_path: Path, refusal: Callable[..., str]
-) -> None:
-    file = tmp_path / "results.json"
-    if content is not None:
-        file.write_text(content)
-    assert refusal(print_table, 2, str(file)).startswith(f"error: {file}")
 
 
 def test_every_recipe_trains_about_as_many_parameters() -> None:

@@ -2,20 +2,14 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
-import torch
 
 from invformer.assemble.model import build_model
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
-from invformer.errors import InvformerError
-from studies import ablation
-from studies.ablation import VARIANTS, Case, Options, Result, cases, measure, summarise
+from studies.ablation import VARIANTS, Case, Result, summarise
 from tests.support.processes import ROOT
-
-CPU = torch.device("cpu")
 
 
 def configuration(name: str) -> TrainConfig:
@@ -37,23 +31,6 @@ def test_the_models_that_are_compared_have_the_same_size() -> None:
         model = build_model(config.model, 65, config.data.seq_len)
         sizes[name] = sum(p.numel() for p in model.parameters())
     assert all(abs(size / sizes["nothing"] - 1) < 0.03 for size in sizes.values())
-
-
-def test_only_what_is_asked_for_is_trained_beside_the_unchanged_model() -> None:
-    options = load_config(["only=[l2, relu]", "seed=1", "overrides=[data=ptb]"], Options)
-    found = cases(options)
-    assert [(c.variant, c.seed) for c in found] == [("nothing", 1), ("l2", 1), ("relu", 1)]
-    words = ["experiment=ablation", "model.activation=relu", "data=ptb"]
-    assert ablation.command(found[2])[:3] == words
-    assert "run.name=relu-1" in ablation.command(found[2])
-    assert len(cases(Options())) == len(VARIANTS)
-
-
-def test_a_training_that_fails_is_an_error_and_no_row(tmp_path: Path) -> None:
-    ablation.call("train.py", "--help")  # succeeds
-    case = Case("nothing", "model.d_modl=3", str(tmp_path), 0)
-    with pytest.raises(InvformerError, match="exit code 2"):
-        measure(case, CPU)
 
 
 def test_a_variant_is_held_against_the_unchanged_model() -> None:

@@ -3,18 +3,14 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from invformer.config.load import load_config
-from invformer.errors import InvformerError
 from studies import at_size
 from studies.at_size import (
     PLAN,
-    SLOWER,
-    START,
     STUDY,
     Case,
     Options,
@@ -22,15 +18,12 @@ from studies.at_size import (
     case_of,
     command,
     fitting,
-    measure,
     runs_of,
-    seconds_left,
     steps_of,
 )
 from studies.study import run
-from tests.gpu.emulation import cuda_rules
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GPU = torch.device("cuda")
 
 
 @pytest.fixture
@@ -41,16 +34,6 @@ def full(tmp_path: Path) -> Options:
     (tmp_path / "plays").write_text("ROMEO: it is the east.\n" * 200)
     texts = {"ptb": str(tmp_path), "shakespeare": str(tmp_path / "plays")}
     return Options(out=str(tmp_path / "out"), **texts)
-
-
-def test_runs_come_in_order_and_each_at_its_first_rate_before_further_ones(full: Options) -> None:
-    runs = [*runs_of(full, GPU)]
-    assert len(runs) == 3 * (3 + 3 + 4 * 3) == len({case.run for case in runs})
-    assert [case.part for case in runs[:18]] == 3 * ["shakespeare"] + 3 * ["ptb"] + 12 * ["kim"]
-    assert [case.blocks for case in runs[6:18]] == [2, 2, 2, 4, 4, 4, 6, 6, 6, 8, 8, 8]
-    assert [case.kind for case in runs[3:6]] == ["certified", "token_max", "twin"]
-    assert all(case.is_claim for case in runs)
-    assert [case.split for case in runs[::3]][:3] == ["val", "test", "test"]
 
 
 def test_rates_are_scaled_by_the_width_and_by_the_characters_of_a_step(full: Options) -> None:
@@ -83,20 +66,6 @@ def test_the_plan_takes_in_order_what_fits_and_leaves_what_could_not_be_timed() 
     assert fitting(seconds, 160) == [1, 4, 5]  # type: ignore[arg-type, comparison-overlap]
     assert fitting(seconds, 450) == [1, 2, 4, 5]  # type: ignore[arg-type, comparison-overlap]
     assert fitting(seconds, -1) == []  # type: ignore[arg-type, comparison-overlap]
-
-
-def test_a_run_that_has_begun_needs_only_the_rest_of_its_time(
-    full: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = case_of(full, GPU, "kim", "certified", 4, 0.25)
-    unit = {"certified": 10 / (64 * 256 * 6 * 384**2)}  # 10 ms at nanoGPT's size
-    whole = seconds_left(case, unit)
-    grown = 288 / 256 * 4 / 6 * (512 / 384) ** 2
-    assert whole == pytest.approx(START + SLOWER * 0.01 * grown * 5000)
-    saved = SimpleNamespace(step=4000), []
-    monkeypatch.setattr(at_size, "newest_checkpoint", lambda folder: saved)
-    assert seconds_left(case, unit) - START == pytest.approx((whole - START) / 5)
-    assert math.isnan(seconds_left(case, {}))
 
 
 def test_a_later_call_measures_what_is_missing_and_tells_what_still_is(
@@ -141,20 +110,3 @@ def test_full_size_on_a_gpu_is_held_to_its_aims(full: Options) -> None:
     assert outcome(1.445) == "reproduced"
     assert outcome(1.46) == outcome(1.445, alone=5.1) == "partly reproduced"
     assert outcome(1.445, note="RuntimeError") == "not reproduced"
-
-
-def test_what_fails_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(*words: str) -> None:
-        raise InvformerError("train.py ended with exit code 5")
-
-    monkeypatch.setattr(at_size, "call", call)
-    case = case_of(Options(out=str(tmp_path)), CPU, "ptb", "twin")
-    assert measure(case, CPU).note == "InvformerError: train.py ended with exit code 5"
-
-
-def test_steps_are_timed_under_the_rules_of_cuda() -> None:
-    torch.set_default_dtype(torch.float32)
-    with cuda_rules():
-        for name in ("eager", "twin", at_size.MONITORED):
-            found = measure(case_of(Options(), CPU, "step", name), CPU)
-            assert (found.milliseconds > 0, found.note) == (True, ""), name

@@ -83,12 +83,6 @@ def test_areas_and_thresholds_are_those_of_counting() -> None:
     assert threshold(healthy[:10]) == 9
 
 
-def test_families_that_are_all_alike_have_the_same_area_in_every_resample() -> None:
-    labels = Labels(torch.tensor([True, True, False] * 4), torch.arange(12) // 3)
-    scores = torch.tensor([3.0, 1.0, 2.0] * 4).double()
-    assert torch.equal(labels.resampled_areas(scores), torch.full((2000,), 0.5).double())
-
-
 def test_a_rise_of_twice_the_mean_is_where_lightning_stops_a_training(tmp_path: Path) -> None:
     draw, fabric = random.Random(2), Fabric(accelerator="cpu", devices=1)
     for _ in range(20):

@@ -4,16 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
-from invformer.nn import CharTransformer
-from studies import equal_time, kinds
+from studies import kinds
 from studies.equal_time import KINDS, Case, Options, build, cases, summarise
 from studies.kinds import Result, command
-
-SMALL = ["model.d_model=16", "model.num_heads=2", "model.d_ff=16", "data.test_fraction=0.1"]
 
 
 def row(kind: str, rate: float, val: float, test: float) -> tuple[Case, Result]:
@@ -50,44 +46,6 @@ def test_minutes_become_steps_of_each_kind_at_the_times_that_the_folder_keeps(
     assert steps["twin", 2.0] == 1200
     assert len({case.run for case in found}) == len(found) == 2 * (1 + 3 + 1)
     assert {"trainer.max_steps=600", "trainer.val_every=600"} <= set(command(found[4]))
-
-
-def test_another_kind_is_timed_without_those_that_the_folder_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(equal_time, "steps_of", lambda words: lambda: None)
-    file, known = tmp_path / "seconds.json", {KINDS["twin"]: 0.1, KINDS["plain"]: 0.2}
-    file.write_text(json.dumps(known))
-    cases(Options(kinds=["twin", "certified"], out=str(tmp_path)))
-    kept = json.loads(file.read_text())
-    assert kept == known | {KINDS["certified"]: kept[KINDS["certified"]]}
-
-
-def test_times_of_another_number_of_threads_are_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(equal_time, "steps_of", lambda words: lambda: None)
-    for threads in (None, 1, 2, 1):
-        cases(Options(kinds=["twin"], num_threads=threads, out=str(tmp_path)))
-    assert len(json.loads((tmp_path / "seconds.json").read_text())) == 3
-
-
-def test_timed_steps_do_nothing_but_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = []
-    initialise = CharTransformer.initialise
-
-    def counted(model: CharTransformer, tokens: torch.Tensor) -> None:
-        calls.append(len(tokens))
-        initialise(model, tokens)
-
-    monkeypatch.setattr(CharTransformer, "initialise", counted)
-    text = tmp_path / "text.txt"
-    text.write_text("to be, or not to be; " * 400)
-    words = ["data=text_file", f"data.path={text}", "data.val_fraction=0.1", *SMALL]
-    take = equal_time.steps_of([*KINDS["certified"].split(), *words])
-    for _ in range(2):
-        assert len(take()) == equal_time.TURN
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(("loss", "outcome"), [(1.26, "not reproduced"), (1.209, "reproduced")])

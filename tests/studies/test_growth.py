@@ -179,13 +179,3 @@ def test_a_trained_model_of_ours_is_measured(
     assert len(result.constants) == 2
     # Frobenius: the target is in token_max, √N of it in frobenius.
     assert 0 < max(result.constants) <= saved.config.model.lipschitz_target * math.sqrt(4)
-
-
-def test_another_checkpoint_under_the_same_name_is_another_case(tmp_path: Path) -> None:
-    found = []
-    for step in (3, 4):
-        Saved(tmp_path, "model.num_layers=2").save(step)
-        found.append(cases_of_a_run(tmp_path))
-    before, after = found
-    assert not set(before) & set(after)
-    assert [replace(case, sha256=after[0].sha256) for case in before] == after

@@ -4,16 +4,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from invformer.config.load import load_config
 from invformer.numerics.norms import Norm
-from studies import invertibility, training
+from studies import invertibility
 from studies.invertibility import (
     REACHED,
     Case,
-    Options,
     Result,
-    cases,
-    inputs_of,
     measure,
     random_attention,
     reconstruction_errors,
@@ -47,13 +43,6 @@ def test_the_error_of_a_linear_map_falls_by_its_factor_every_step() -> None:
     assert errors == pytest.approx([start * 0.5**k for k in range(11)], abs=1e-15)
 
 
-def test_one_token_is_zero_and_the_others_fill_the_range() -> None:
-    x = inputs_of(CASE)
-    assert x[:, -1].abs().max() == 0
-    assert 9.9 < x.abs().max() <= 10
-    assert (x[:, :-1].abs().amax(-1) > 0).all()
-
-
 @pytest.mark.parametrize(
     ("map", "norm"), [("contractive_kim", "entry_max"), ("contractive", "token_max")]
 )
@@ -70,17 +59,6 @@ def test_the_contractive_maps_are_contractions_where_the_jacobian_is_large(
         else:  # the sum of the blocks' spectral norms is above the operator norm
             each = torch.linalg.matrix_norm(blocks.transpose(1, 2), 2)
             assert each.sum(-1).max() <= 1
-
-
-def test_trained_weights_belong_to_the_text_they_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = load_config(["ranges=[1]", "scales=[0.5]"], Options)
-    before = {case.weights: case for case in cases(options)}
-    assert (before["random"].sha256, len(before["trained"].sha256)) == ("", 16)
-    other = training.read_text(100, name="python_docs", max_characters=5000)
-    monkeypatch.setattr(training, "read_text", lambda *_, **__: other)
-    after = {case.weights: case for case in cases(options)}
-    assert after["random"] == before["random"]
-    assert after["trained"] == replace(before["trained"], sha256=other.sha256) != before["trained"]
 
 
 def test_the_verdict_follows_the_rows() -> None:

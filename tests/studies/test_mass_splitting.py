@@ -8,7 +8,6 @@ from studies import castin, mass_splitting
 from studies.mass_splitting import Case, Kind, Options, cases, measure
 
 CPU = torch.device("cpu")
-MASS = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)  # of the atoms on a grid
 
 
 @pytest.mark.parametrize("kind", ["dot_product", "l2"])

@@ -41,12 +41,3 @@ def test_nan_is_written_and_read_as_nan(tmp_path: Path) -> None:
     (row,) = table.read().values()
     assert math.isnan(row.result.square)
     assert row.result.history == [math.inf]
-
-
-def test_a_cell_of_a_million_characters_comes_back_from_the_file(tmp_path: Path) -> None:
-    table = RowFile(tmp_path / "rows.csv", Case, Result)
-    table.read()
-    case, history = Case(1, 0.0, "odd", None), [0.125] * 200_000
-    table.append(case, Measured(Result(1.0, history), 0.0, "", ""))
-    assert max(map(len, (tmp_path / "rows.csv").read_text().splitlines())) > 10**6
-    assert table.read()[case].result.history == history

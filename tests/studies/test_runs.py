@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from invformer.errors import CheckpointError, InvformerError
+from invformer.errors import InvformerError
 from studies import runs
 
 PROGRAM = """
@@ -31,8 +31,3 @@ def test_a_signal_to_a_study_stops_the_run_that_it_waits_for_first(
     finally:
         signal.signal(number, before)
     assert heard == [number]
-
-
-def test_a_folder_without_metrics_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no run folder \(metrics.jsonl: No such file"):
-        runs.validations(tmp_path)

@@ -14,13 +14,10 @@ import torch
 
 from invformer.config.load import command_line, load_config
 from invformer.config.section import Section, option
-from invformer.errors import CertificateViolation, ConfigurationError, StorageError
-from invformer.processes.exit import guarded
+from invformer.errors import CertificateViolation, StorageError
 from studies import __main__ as listing
-from studies import monitor_quality
-from studies.report import Summary, finished, panels
-from studies.study import Study, StudyOptions, case_of, main, run
-from tests.support.processes import python
+from studies.report import Summary, panels
+from studies.study import Study, StudyOptions, main, run
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
 
@@ -187,14 +184,6 @@ def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
     assert len(words) == len(argv)
 
 
-def test_a_gpu_that_does_not_exist_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigurationError, match="device: cuda is not available"):
-        run(Squares().study(), options_in(tmp_path, "device=cuda"))
-
-
 def test_a_signal_ends_a_study_in_one_line_and_its_own_code(tmp_path: Path) -> None:
     words = [f"out={tmp_path}", "num_steps=1000000", "num_threads=1"]
     study = subprocess.Popen(
@@ -206,34 +195,6 @@ def test_a_signal_ends_a_study_in_one_line_and_its_own_code(tmp_path: Path) -> N
     _, error = study.communicate(timeout=60)
     assert study.returncode == 143
     assert error == "error: stopped by SIGTERM\n"  # before the first row
-
-
-def test_a_signal_ends_the_imports_of_a_study_in_one_line() -> None:
-    # What ``python -m`` does with the package before it imports the study.
-    program = (
-        "import os, signal, sys; sys.argv = ['-m']; import studies; "
-        "os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)"
-    )
-    done = python("-c", program)
-    assert done.returncode == 130
-    assert done.stderr.startswith("error: stopped by SIGINT")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_mistake_in_the_words_of_monitor_quality_is_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert guarded(lambda: monitor_quality.main(["model.d_hed=8"]), debug=False) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_study_that_is_only_imported_leaves_signals_alone() -> None:
-    program = (
-        "import signal; handlers = [*map(signal.getsignal, signal.valid_signals())]; "
-        "import studies.tightness; "
-        "assert [*map(signal.getsignal, signal.valid_signals())] == handlers"
-    )
-    assert python("-c", program).returncode == 0
 
 
 def test_the_list_has_every_study_with_its_line_and_names_the_one_that_was_meant(
@@ -251,20 +212,6 @@ def test_the_list_has_every_study_with_its_line_and_names_the_one_that_was_meant
 
 
 @pytest.mark.parametrize(
-    ("values", "named"), [([65, 256, 50_000], True), ([0.123456, 1, 2], False)]
-)
-def test_few_round_values_of_a_logarithmic_axis_are_its_ticks(
-    values: list[float], named: bool
-) -> None:
-    figure, (axes,) = panels(1, 1)
-    axes.plot(values, values)
-    axes.axhline(1.0)
-    axes.set_xscale("log")
-    labels = [label.get_text() for label in finished(figure).axes[0].get_xticklabels()]
-    assert (labels == [f"{value:,g}" for value in values]) == named
-
-
-@pytest.mark.parametrize(
     ("held", "outcome"),
     [
         ([], "not in the paper"), ([None, None], "not in the paper"),
@@ -278,8 +225,3 @@ def test_a_study_without_a_claim_reproduces_nothing(held: list[bool | None], out
         Summary([], findings).outcome == Summary([], findings, [(True, "must")]).outcome == outcome
     )
     assert Summary([], findings, [(False, "must")]).outcome == "not reproduced"
-
-
-def test_a_case_takes_what_it_is_not_given_from_the_options() -> None:
-    case = case_of(Case, Options(offset=0.5), number=3, kind="odd", label=None)
-    assert case == Case(3, 0.5, "odd", None)
