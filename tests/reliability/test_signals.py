@@ -52,7 +52,7 @@ def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
         assert time.time() - saved.path.stat().st_mtime < time.monotonic() - began, place
         steps.append(saved.step)
     in_a_write = steps.pop(7)  # which a thread does while the run goes on
-    assert 10 <= in_a_write <= 12
+    assert 10 <= in_a_write < 15
     assert steps == [3, 4, 5, 5, 6, 7, 10, 15, 15]
     ended = zygote.run(arguments, before=FAST)
     assert ended.code == 0, ended.stderr
