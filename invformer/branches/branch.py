@@ -180,7 +180,7 @@ class LipschitzBranch(Branch, Generic[Weights]):
         return None
 
     def inner_size(self, norm: Norm, num_tokens: int, weights: Any) -> float:
-        """Length of the terms that f adds up inside; see :class:`.RoundingModel`."""
+        """Length of terms inside f that cancel, such as biases; see :class:`.RoundingModel`."""
         return 0.0
 
     def lipschitz_bound(

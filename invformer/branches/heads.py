@@ -64,6 +64,34 @@ def shared_input(
     return _least(after, _stacked_norms(_quotients(gains, choices), w, dim=-1))
 
 
+def bound_of_blocks(
+    blocks: Float[Tensor, "*batch heads tokens tokens"],
+    g: OutputMaps,
+    measured: Literal["token_max", "frobenius", "diagonal_block"],
+    tight: bool = False,
+) -> Float[Tensor, "*batch"]:
+    """‖J‖ at a text, from B_ij^h ≥ ‖∂Y_i/∂x_j‖₂ of every head, before rounding.
+
+    token_max: ‖[b_h G_h]_h‖₂ max_i √(Σ_h (a_i^h/b_h)²) or max_i Σ_h a_i^h ‖G_h‖₂, whichever is
+    smaller, with a_i^h = Σ_j B_ij^h and b_h = max_i a_i^h.
+    diagonal_block: the same for ∂f_i/∂x_i, with a_i^h = B_ii^h.
+    frobenius: ‖Σ_h ‖G_h‖₂ B^h‖₂ if ``tight``, else √(largest row sum · largest column sum) of that
+    matrix.
+    """
+    sizes = spectral_norm_bound(g)[:, None]
+    if measured == "frobenius":
+        total = (blocks * sizes[..., None]).sum(-3)
+        rows, columns = total.sum(-1).amax(-1), total.sum(-2).amax(-1)
+        return spectral_norm_bound(total) if tight else (rows * columns).sqrt()
+    diagonal = measured == "diagonal_block"
+    gain = blocks.diagonal(dim1=-2, dim2=-1) if diagonal else blocks.sum(-1)
+    worst = gain.amax(-1).clamp_min(torch.finfo(gain.dtype).tiny)
+    summed = (gain * sizes).sum(-2).amax(-1)
+    rows = (gain / worst.unsqueeze(-1)).square().sum(-2).amax(-1).sqrt()
+    stacked = (worst[..., None, None] * g).flatten(-3, -2)
+    return torch.minimum(summed, rows * spectral_norm_bound(stacked))
+
+
 def _quotients(gains: OfHeads, choices: Choices) -> Choices:
     """a_h/w_h from above, for every choice of weights in every layer."""
     return [

@@ -86,7 +86,7 @@ def test_estimates_follow_those_of_automatic_derivatives_and_stay_below_local_bo
     for name, estimate in zip(probe.names, ours[-1].tolist(), strict=True):
         if "attention" in name:
             assert 0 < estimate <= local[name] <= bounds[name]
-            if radius is None:
+            if radius is None:  # the example's local bound is exact
                 assert estimate > 0.9 * local[name]
 
 

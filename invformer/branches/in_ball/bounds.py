@@ -24,7 +24,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.branches.heads import OfHeads, OutputMaps, separate_inputs, shared_input
+from invformer.branches.heads import (
+    OfHeads,
+    OutputMaps,
+    bound_of_blocks,
+    separate_inputs,
+    shared_input,
+)
 from invformer.branches.rounded import outward, row_normalised, square_distances
 from invformer.numerics.ball import AttentionPoint
 from invformer.numerics.norms import Norm, unknown_norm
@@ -95,27 +101,9 @@ def local_bound(
     strictly_causal: bool = False,
     tight: bool = False,
 ) -> Float[Tensor, "*batch"]:
-    """‖J‖ at a text, from the blocks B_ij^h of :func:`comparison`.
-
-    token_max: ‖[b_h G_h]_h‖₂ max_i √(Σ_h (a_i^h/b_h)²) or max_i Σ_h a_i^h ‖G_h‖₂, whichever is
-    smaller, with a_i^h = Σ_j B_ij^h and b_h = max_i a_i^h.
-    diagonal_block: the same for ∂f_i/∂x_i, with a_i^h = B_ii^h.
-    frobenius: ‖Σ_h ‖G_h‖₂ B^h‖₂ if ``tight``, else √(largest row sum · largest column sum) of that
-    matrix.
-    """
-    blocks, output = comparison(at, w_qkv, strictly_causal), g.double()
-    sizes = spectral_norm_bound(output)[:, None]
-    if measured == "frobenius":
-        total = (blocks * sizes[..., None]).sum(-3)
-        rows, columns = total.sum(-1).amax(-1), total.sum(-2).amax(-1)
-        return outward(spectral_norm_bound(total) if tight else (rows * columns).sqrt(), at.q)
-    diagonal = measured == "diagonal_block"
-    gain = blocks.diagonal(dim1=-2, dim2=-1) if diagonal else blocks.sum(-1)
-    worst = gain.amax(-1).clamp_min(torch.finfo(gain.dtype).tiny)
-    summed = (gain * sizes).sum(-2).amax(-1)
-    rows = (gain / worst.unsqueeze(-1)).square().sum(-2).amax(-1).sqrt()
-    stacked = (worst[..., None, None] * output).flatten(-3, -2)
-    return outward(torch.minimum(summed, rows * spectral_norm_bound(stacked)), at.q)
+    """‖J‖ at a text by :func:`.bound_of_blocks`, from those of :func:`comparison`."""
+    blocks = comparison(at, w_qkv, strictly_causal)
+    return outward(bound_of_blocks(blocks, g.double(), measured, tight), at.q)
 
 
 def comparison(
