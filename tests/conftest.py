@@ -20,7 +20,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_words_about_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_words_about_waits(monkeypatch) -> None:
     """However slow the machine is, what a program prints is the same."""
     monkeypatch.setattr("invformer.processes.bar.SILENT", 1e6)
 
@@ -46,13 +46,13 @@ def single_precision() -> None:
 
 
 @pytest.fixture
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_plots(monkeypatch) -> None:
     """Runs leave an empty summary.png: drawing it takes longer than their training."""
     monkeypatch.setattr("invformer.training.fit.plot_run", lambda _, path, *rest: path.touch())
 
 
 @pytest.fixture
-def folder(tmp_path: Path, single_precision: None, without_plots: None) -> Path:
+def folder(tmp_path, single_precision: None, without_plots: None) -> Path:
     """A folder with the text of small runs."""
     from tests.support.small_runs import write_text
 
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, single_precision: None, without_plots: None) -> Path:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def command(monkeypatch) -> Callable[..., int]:
     """Run a command in this process; returns its exit code."""
     from invformer import commands
 
@@ -76,7 +76,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 @pytest.fixture(autouse=True)
-def _shapes_may_be_wrong_on_purpose(request: pytest.FixtureRequest) -> Iterator[None]:
+def _shapes_may_be_wrong_on_purpose(request) -> Iterator[None]:
     """Under --check-shapes, let the code under test refuse what a ``wrong_shapes`` test passes.
 
     Checks are Python that a compiler cannot trace: what ``compiles`` is skipped under them.

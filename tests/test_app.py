@@ -43,9 +43,7 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(newest(run).path / WEIGHTS)
 
 
-def test_metrics_hold_one_complete_row_per_step_and_other_loggers_get_the_same(
-    tmp_path: Path,
-) -> None:
+def test_metrics_hold_one_complete_row_per_step_and_other_loggers_get_the_same(tmp_path) -> None:
     run = train(options(tmp_path, "logger.name=[csv,tensorboard]"))
     rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(8))
@@ -72,7 +70,7 @@ def test_metrics_hold_one_complete_row_per_step_and_other_loggers_get_the_same(
         pytest.param(("model.head_dropout=0.1", "trainer.compile=true"), marks=COMPILES),
     ],
 )
-def test_the_monitor_changes_no_bit_of_the_training(tmp_path: Path, model: tuple[str, ...]) -> None:
+def test_the_monitor_changes_no_bit_of_the_training(tmp_path, model: tuple[str, ...]) -> None:
     """Dropout too: a monitor that drew a random number would change the masks."""
     size = ("model.d_model=24", "model.num_layers=2", "model.num_heads=2")
     given = options(tmp_path, *model, *size)
@@ -89,7 +87,7 @@ PROVEN.add("contractive_l2_paper")
 
 
 @pytest.mark.parametrize("preset", [p.stem for p in (ROOT / "configs/model").glob("*.yaml")])
-def test_every_model_trains_and_evaluates(tmp_path: Path, preset: str) -> None:
+def test_every_model_trains_and_evaluates(tmp_path, preset: str) -> None:
     size = ["model.d_model=24", "model.num_layers=2", "model.num_heads=2"]
     if preset == "contractive_l2_paper":
         size.append("model.d_embedding=24")
@@ -115,7 +113,7 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, preset: str) -> None:
     assert (found.residual < 1e-3) == (preset not in {"dot_product", "l2"})  # NaN: none
 
 
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     run = built(options(tmp_path, "data.path=~/squares.txt", "run.root=~/runs"))
     assert run.directory.path == tmp_path / "runs" / "a"
@@ -123,9 +121,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_checkpoint("~/missing")
 
 
-def test_a_training_names_the_command_that_evaluates_it(
-    tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_names_its_evaluation(tmp_path, command: Callable[..., int], capsys) -> None:
     assert command("train", *options(tmp_path, f"run.root={tmp_path / 'my runs'}")) == 0
     run = tmp_path / "my runs" / "a"
     (said,) = re.findall("python evaluate.py (.*)", capsys.readouterr().out)
@@ -145,7 +141,7 @@ def test_a_training_names_the_command_that_evaluates_it(
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("optim=muon", "optim.ema_decay=0.9")])
 def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
-    tmp_path: Path, more: tuple[str, ...]
+    tmp_path, more: tuple[str, ...]
 ) -> None:
     runs = {}
     for name, devices in (("one", 1), ("two", 2)):

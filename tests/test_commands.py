@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     """A tiny trained run."""
     return tiny_run(tmp_path_factory.mktemp("front door"))
 
@@ -38,7 +38,7 @@ Typed = Callable[..., str]
 
 
 @pytest.fixture
-def typed(run: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Typed:
+def typed(run: Path, command: Callable[..., int], capsys) -> Typed:
     """Run a command on the run, and return what it prints."""
 
     def typed(name: str, *words: str, code: int = 0) -> str:
@@ -69,25 +69,19 @@ def test_a_text_is_taken_as_it_is_typed(typed: Typed, text: str) -> None:
     )
 
 
-def test_a_standard_input_that_is_closed_has_no_text(
-    typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_standard_input_that_is_closed_has_no_text(typed: Typed, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert typed("sample", "length=3").startswith("\n")
     assert "standard input: there is no text to invert" in typed("invert", code=3)
 
 
-def test_a_sample_sends_a_terminal_no_commands(
-    typed: Typed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_sends_a_terminal_no_commands(typed: Typed, monkeypatch) -> None:
     trained = SimpleNamespace(stream=lambda *_, **__: iter("a\x1b[31m"))
     monkeypatch.setattr("invformer.trained.model.load", lambda *_: trained)
     assert typed("sample", "prompt=\x07") == r"\x07a\x1b[31m" + "\n"
 
 
-def test_a_file_or_a_pipe_is_inverted_with_its_line_ends_and_without_its_byte_order_mark(
-    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_or_pipe_is_inverted_with_its_line_ends(typed: Typed, tmp_path, monkeypatch) -> None:
     content = b"\xef\xbb\xbf7 times\r\n7"
     (tmp_path / "text.txt").write_bytes(content)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
@@ -96,9 +90,7 @@ def test_a_file_or_a_pipe_is_inverted_with_its_line_ends_and_without_its_byte_or
 
 
 @pytest.mark.parametrize("words", [["text=-"], ["file=-"]])
-def test_a_dash_is_standard_input(
-    typed: Typed, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dash_is_standard_input(typed: Typed, words: list[str], monkeypatch) -> None:
     for command, given in (("invert", words), ("sample", ["prompt=-", "length=3"])):
         piped = SimpleNamespace(buffer=io.BytesIO(b"7 times 7"), isatty=lambda: True)
         monkeypatch.setattr(sys, "stdin", piped)
@@ -130,8 +122,8 @@ def test_characters_that_the_search_replaced_are_shown_again(typed: Typed) -> No
 
 
 def test_what_was_proven_before_a_signal_is_printed(
-    run: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, command: Callable[..., int], capsys,
+    monkeypatch,
 ) -> None:  # fmt: skip
     watch = Shown.__call__
 
@@ -152,9 +144,7 @@ def test_what_was_proven_before_a_signal_is_printed(
     assert said.out.replace("✓ proven", "").count("✓") == int(proven)
 
 
-def test_without_an_inverse_only_the_search_finds_a_text(
-    typed: Typed, run: Path, tmp_path: Path
-) -> None:
+def test_without_an_inverse_only_the_search_finds_a_text(typed: Typed, run: Path, tmp_path) -> None:
     size = ("model=dot_product", "model.d_model=24", "monitor.enabled=false", "trainer.max_steps=1")
     words = [f"data.path={run.parent / 'squares.txt'}", f"run.root={tmp_path}"]
     fitted(options(run.parent, "plain", *size, *words))
@@ -166,7 +156,7 @@ def test_without_an_inverse_only_the_search_finds_a_text(
     )
 
 
-def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Path) -> None:
+def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path) -> None:
     saved = tmp_path / "states.safetensors"
     said = typed("invert", "text=12 times 12", "noise=3", f"save_states={saved}")
     assert "other symbols would have a state" not in said
@@ -223,7 +213,7 @@ def test_a_value_that_does_not_fit_is_named(
     ids=lambda words: ascii(words) if isinstance(words, list) else "",
 )
 def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
-    words: list[str], code: int, says: str, tmp_path: Path
+    words: list[str], code: int, says: str, tmp_path
 ) -> None:
     """Before anything heavy is loaded."""
     for folder in ("configs", "docs"):
@@ -241,9 +231,7 @@ def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
     assert done.stderr.count("\n") == 1
 
 
-def test_the_console_script_has_every_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_console_script_has_every_command(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["invformer", "--version"])
     commands.main()
     assert capsys.readouterr().out == f"invformer {invformer.__version__}\n"
@@ -258,7 +246,7 @@ def test_the_console_script_has_every_command(
 
 
 @pytest.fixture(scope="module")
-def whole(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(run: Path, tmp_path_factory) -> Path:
     """The run, evaluated and exported."""
     torch.set_default_dtype(torch.float32)
     folder = tmp_path_factory.mktemp("whole") / "shared"
@@ -272,14 +260,12 @@ def whole(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def exported(whole: Path, tmp_path: Path) -> Path:
+def exported(whole: Path, tmp_path) -> Path:
     """A copy of it."""
     return shutil.copytree(whole, tmp_path / "shared")
 
 
-def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
-    run: Path, exported: Path
-) -> None:
+def test_an_export_gives_the_same_logits_and_an_honest_card(run: Path, exported: Path) -> None:
     model, original = invformer.load(exported), invformer.load(run)
     tokens = torch.arange(1, 9)[None]
     assert torch.equal(model.network(tokens), original.network(tokens))
@@ -300,9 +286,7 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
     assert not re.search(r"None|TODO|\{|nan", text)
 
 
-def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
-    run: Path, tmp_path: Path
-) -> None:
+def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(run: Path, tmp_path) -> None:
     """Sampling and inverting load no training framework."""
     few = "evaluate.lipschitz_sequences=0 evaluate.inversion_sequences=0"
     text = f"data=text_file 'data.path={run.parent}/squares.txt' data.test_fraction=0"
@@ -340,7 +324,7 @@ def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_states_of_any_format_are_read_beside_others_and_as_a_batch_of_one(
-    run: Path, typed: Typed, tmp_path: Path, dtype: torch.dtype
+    run: Path, typed: Typed, tmp_path, dtype: torch.dtype
 ) -> None:
     z, file = invformer.load(run).encode("1 2 34").to(dtype), tmp_path / "states.safetensors"
     for held, *damage in (

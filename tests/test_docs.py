@@ -82,9 +82,7 @@ def test_every_number_of_the_results_table_is_on_the_results_page() -> None:
 
 
 @pytest.mark.parametrize(("page", "lines"), [(RESULTS, 450), (EXPERIMENTS, 250)])
-def test_a_page_of_results_is_short_and_no_cell_has_more_than_200_characters(
-    page: str, lines: int
-) -> None:
+def test_a_page_of_results_and_its_cells_are_short(page: str, lines: int) -> None:
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert max(len(cell.strip()) for row in rows for cell in row.split("|")) <= 200
     assert len(page.splitlines()) <= lines
@@ -122,7 +120,7 @@ NOT_RUN = {"wandb", "make"}  # other people's programs
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def desk(tmp_path_factory) -> Path:
     """A reader's folder: her book, and the run of Getting started."""
     folder = tmp_path_factory.mktemp("desk")
     book = "".join(f"It was {i}. Nothing is lost in {i * i} texts.\n" for i in range(400))
@@ -155,7 +153,7 @@ def run_line(line: str, command: Callable[..., int]) -> None:
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_every_block_of_a_tutorial_runs(
-    page: Path, desk: Path, command: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+    page: Path, desk: Path, command: Callable[..., int], monkeypatch
 ) -> None:
     monkeypatch.chdir(desk)
     torch.set_default_dtype(torch.float32)
@@ -171,9 +169,7 @@ def test_every_block_of_a_tutorial_runs(
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice
-def test_the_library_examples_run_in_single_precision_as_they_stand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_examples_run_in_single_precision_as_they_stand(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
     exec("\n".join(code for _, code in blocks("python", read("docs/library.md"))), {})
@@ -235,9 +231,7 @@ def test_every_exit_code_is_on_the_page_of_reliability() -> None:
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (143, True), (4, False)])
-def test_the_cluster_job_is_requeued_exactly_when_it_was_stopped(
-    tmp_path: Path, code: int, requeued: bool
-) -> None:
+def test_the_cluster_job_is_requeued_if_stopped(tmp_path, code: int, requeued: bool) -> None:
     for name, body in {"srun": f'echo "$@" > {tmp_path}/called; exit {code}',
                        "scontrol": f'echo "$@" > {tmp_path}/requeued'}.items():  # fmt: skip
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

@@ -23,7 +23,7 @@ TINY = Case(seq_len=16, d_model=16, num_layers=1, num_heads=2, batch_size=2)
 
 
 @pytest.fixture(autouse=True)
-def _single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def _single_precision(monkeypatch) -> None:
     torch.set_default_dtype(torch.float32)
     monkeypatch.setattr(timing, "SHORTEST_TURN", 0)
 
@@ -38,9 +38,7 @@ def rows() -> list[dict]:
 
 
 @pytest.fixture
-def refusal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def refusal(monkeypatch, capsys) -> Callable[..., str]:
     """The one line that a program ends with, whose exit code is given."""
 
     def refusal(main: Callable[[], None], code: int, *words: str) -> str:
@@ -54,9 +52,7 @@ def refusal(
     return refusal
 
 
-def test_every_task_of_every_model_has_a_row_in_the_table_of_rates_of_the_same_turns(
-    rows: list[dict],
-) -> None:
+def test_every_task_of_every_model_has_a_row_of_rates(rows: list[dict]) -> None:
     found = {(row["task"], row["variant"]) for row in rows}
     assert found >= {(task, model) for task in ("train", "evaluate") for model in MODELS} | {
         ("generate", "dot_product"), ("generate-together", "contractive_l2"), ("invert", "picard"),
@@ -155,7 +151,7 @@ def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() ->
     ],
 )
 def test_impossible_arguments_are_refused_in_one_line_beforehand(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str], message: str, tmp_path, monkeypatch,
     refusal: Callable[..., str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -184,9 +180,7 @@ def run_quickly(
     program.main()
 
 
-def test_an_interrupted_run_leaves_earlier_results_alone_and_ends_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_leaves_earlier_results_alone(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "quick.json").write_text("precious")
     with pytest.raises(SystemExit) as end:
         run_quickly(tmp_path, monkeypatch, "--quick", stop=True)

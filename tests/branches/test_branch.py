@@ -34,9 +34,7 @@ def known(cls: type) -> dict[str, Any]:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("from_a_mixin", [False, True])
-def test_who_replaces_forward_inherits_no_knowledge_of_it(
-    operator: type[Branch], from_a_mixin: bool
-) -> None:
+def test_who_replaces_forward_inherits_nothing(operator: type[Branch], from_a_mixin: bool) -> None:
     own = {} if from_a_mixin else {"forward": Doubling.forward}
     other = type("Other", (Doubling, operator) if from_a_mixin else (operator,), own)
     interface = LipschitzBranch if issubclass(operator, LipschitzBranch) else Branch

@@ -21,12 +21,7 @@ from invformer.numerics import enclosure
 from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.pairs import Pair, paired
-from tests.support.problems import (
-    dense_jacobian,
-    jacobian,
-    norm_from_below,
-    of_one_layer,
-)
+from tests.support.problems import dense_jacobian, jacobian, norm_from_below, of_one_layer
 
 
 def gelu(x: mpmath.mpf) -> mpmath.mpf:
@@ -82,9 +77,7 @@ def test_the_feed_forward_bound_is_exact_and_the_fast_one_above_it() -> None:
     assert (fast <= 4 * exact).all()
 
 
-def test_the_feed_forward_bound_is_the_same_for_all_tokens_at_once_or_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_bound_is_the_same_for_all_tokens_at_once_or_one_by_one(monkeypatch) -> None:
     slope, w_in, w_out, _ = feed_forward_case()
     together = bounds.exact_local_bound(slope, w_in, w_out)
     assert together.shape == slope.shape[:1]
@@ -138,9 +131,7 @@ def test_slopes_and_curvatures_bound_those_of_the_activations(name: str) -> None
 
 @pytest.mark.parametrize("relative", [1e-9, 1e-2, 1.0])
 @pytest.mark.parametrize("name", list(ACTIVATION))
-def test_an_activation_of_any_number_in_an_enclosure_is_in_its_enclosure(
-    name: str, relative: float
-) -> None:
+def test_an_activation_of_an_enclosure_encloses_all_values(name: str, relative: float) -> None:
     x = 4 * torch.randn(2000, generator=torch.Generator().manual_seed(1))
     radius = (relative * (x.abs() + 0.1)).float()
     found = activate(Enclosure(x, radius), name)
@@ -150,9 +141,7 @@ def test_an_activation_of_any_number_in_an_enclosure_is_in_its_enclosure(
 
 
 @pytest.mark.parametrize("name", list(ACTIVATION))
-def test_an_activation_of_a_pair_is_enclosed_with_more_digits_if_it_is_silu_or_relu(
-    name: str,
-) -> None:
+def test_silu_and_relu_of_a_pair_are_enclosed_with_more_digits(name: str) -> None:
     x = torch.cat([torch.linspace(-300, 300, 101), torch.linspace(-6, 6, 101) + 1e-9])
     found = activate(paired(constant(x)), name)
     with mpmath.workdps(60):

@@ -31,7 +31,7 @@ def build_attention(config: ModelConfig, seq_len: int, channels: slice | None) -
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> CharTransformer:
+def model(monkeypatch) -> CharTransformer:
     """Two blocks with the attention, made known to the program and trained for two steps."""
     monkeypatch.setitem(ATTENTIONS, "position", ("token_max",))
     monkeypatch.setattr(assemble, "build_attention", build_attention)
@@ -73,7 +73,7 @@ def test_an_evaluation_leaves_out_norms_without_a_theorem(model: CharTransformer
 @pytest.mark.parametrize("measured", ["token_max", "diagonal_block"])
 @pytest.mark.parametrize("radius", [None, 1.5])
 def test_estimates_follow_those_of_automatic_derivatives_and_stay_below_local_bounds(
-    model: CharTransformer, measured: Any, radius: float | None, monkeypatch: pytest.MonkeyPatch
+    model: CharTransformer, measured: Any, radius: float | None, monkeypatch
 ) -> None:
     for block in model.stack.blocks:
         block.attention.input_radius = radius
@@ -111,8 +111,6 @@ def test_a_subclass_has_no_certificate_until_it_says_so(model: CharTransformer) 
 
 
 @pytest.mark.parametrize(("key", "value"), [("certificate", "causal"), ("d_head", 4)])
-def test_options_of_other_attentions_are_refused(
-    key: str, value: Any, model: CharTransformer
-) -> None:
+def test_options_of_others_are_refused(key: str, value: Any, model: CharTransformer) -> None:
     with pytest.raises(ConfigurationError, match=f"model.{key}: .*position"):
         ModelConfig(name="position", **{key: value})

@@ -89,9 +89,7 @@ def test_true_constant_below_local_bound_below_certificate_below_target(
 @pytest.mark.parametrize("name", LIPSCHITZ)
 @pytest.mark.parametrize("kind", ["bias", "causal"])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
-def test_diagonal_blocks_stay_below_the_causal_bound_which_is_no_lipschitz_constant(
-    name: str, kind: str, scale: float
-) -> None:
+def test_diagonal_blocks_stay_below_the_causal_bound(name: str, kind: str, scale: float) -> None:
     layer, x = attention(name, kind), scale * torch.randn(SEQ_LEN, WIDTH)
     assert diagonal_norm(jacobian(layer, x)) <= layer.causal_bound()
     if name not in {"l2", *HELD_IN}:

@@ -56,9 +56,7 @@ def test_no_dense_jacobian_exceeds_a_certificate(problem: AttentionProblem) -> N
 @pytest.mark.parametrize(
     ("num_heads", "d_head", "bias"), [(1, 1, 0.0), (1, 4, 0.0), (4, 3, 0.0), (2, 2, 2.0)]
 )
-def test_a_witness_reaches_85_percent_of_the_token_max_certificate(
-    num_heads: int, d_head: int, bias: float
-) -> None:
+def test_a_witness_reaches_85_percent_of_a_bound(num_heads: int, d_head: int, bias: float) -> None:
     """One head excited: gain 4g + 1 − 2g/(1 + g) at s = 1 + g, a little more at the best s."""
     n = 254 * math.exp(bias)
     problem = two_sided_problem(255, best_two_sided_gap(n), num_heads, d_head, bias=bias)

@@ -4,7 +4,6 @@ import random
 import shlex
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,7 +170,7 @@ def test_an_override_that_the_chosen_model_ignores_is_refused(words: str) -> Non
     assert refusal(*words.split()).startswith(f"{key}: would be ignored: ")
 
 
-def test_settings_of_a_file_for_another_model_are_ignored_and_not_repeated(tmp_path: Path) -> None:
+def test_settings_of_a_file_for_another_model_are_ignored_and_not_repeated(tmp_path) -> None:
     text = "model: {name: l2, certificate: null, lipschitz_target: 0.9, input_radius: 2}"
     (tmp_path / "mine.yaml").write_text(text)
     command = command_line(train(f"experiment={tmp_path}/mine.yaml"))
@@ -276,7 +275,7 @@ def test_help_shows_every_preset_and_every_field_with_default_interval_and_meani
     assert "model.lipschitz_target=0.5\n      number in [1e-6, 1): c, the largest" in help_text()
 
 
-def test_commands_are_named_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_named_as_they_were_typed(monkeypatch) -> None:
     config = load_config(["model=dot_product"])
     assert command_line(config).startswith("python train.py ")
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/invformer", "train"])
@@ -295,7 +294,7 @@ def test_commands_are_named_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) 
     ],
 )  # fmt: skip
 def test_help_the_configuration_and_errors_end_the_program(
-    words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, says: str, capsys
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_or_exit(words)

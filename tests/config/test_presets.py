@@ -25,7 +25,7 @@ def load(*words: str) -> TrainConfig:
 
 
 @pytest.fixture
-def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def experiments(tmp_path, monkeypatch) -> Path:
     """The folder of the experiments, empty, beside which there are no other presets."""
     monkeypatch.setattr(module, "CONFIGS", tmp_path)
     (tmp_path / "experiment").mkdir()
@@ -73,7 +73,7 @@ def test_every_optimiser_brings_its_own_rates_after_an_experiments(name: str) ->
 # --- experiments ---------------------------------------------------------------------------------
 
 
-def test_an_experiment_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_may_be_a_path(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, mine="base: nanogpt_cpu\nrun: {seed: 4}\n")
     config = load("experiment=nanogpt_cpu", "run.seed=4")
@@ -81,7 +81,7 @@ def test_an_experiment_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["moved", "moved.yaml"])
-def test_a_runs_folder_names_the_run_that_is_in_it_now(name: str, tmp_path: Path) -> None:
+def test_a_runs_folder_names_the_run_that_is_in_it_now(name: str, tmp_path) -> None:
     (tmp_path / name).mkdir()
     config = load("run.seed=4", "run.name=first")
     write(tmp_path / name, config=to_yaml(config))
@@ -105,9 +105,7 @@ def test_an_empty_file_changes_nothing(experiments: Path) -> None:
         load("model=l2")
 
 
-def test_an_experiment_changes_what_it_extends_wherever_its_base_is_named(
-    experiments: Path,
-) -> None:
+def test_an_experiment_changes_what_it_extends(experiments: Path) -> None:
     write(
         experiments,
         grandparent="model: {d_model: 48, num_layers: 3}\noptim: {betas: [0.5, 0.6], lr: 1e-3}",
@@ -141,9 +139,7 @@ def test_an_experiment_changes_what_it_extends_wherever_its_base_is_named(
         ("base: wrong", "wrong.yaml: unknown key 'model.d_modl'"),
     ],
 )
-def test_a_broken_file_is_refused_by_its_name_and_key(
-    experiments: Path, text: str | bytes, says: str
-) -> None:
+def test_a_broken_file_is_refused_by_name(experiments: Path, text: str | bytes, says: str) -> None:
     write(experiments, mine=text, other="base: mine", parent="", wrong="model: {d_modl: 3}")
     with pytest.raises(ConfigurationError) as caught:
         load("experiment=mine")

@@ -63,7 +63,7 @@ def saving_trainer(folder: Path, every: int, **options: Any) -> L.Trainer:
     return own_trainer(keeper, enable_checkpointing=True, num_sanity_val_steps=0, **options)
 
 
-def test_lightnings_own_trainer_and_checkpoints_continue_at_the_next_batch(tmp_path: Path) -> None:
+def test_lightnings_own_trainer_and_checkpoints_continue_at_the_next_batch(tmp_path) -> None:
     def batches(max_steps: int, checkpoint: Path | None = None) -> list[list]:
         module = Recorder()
         trainer = saving_trainer(tmp_path, 5, max_steps=max_steps, accumulate_grad_batches=2)
@@ -75,7 +75,7 @@ def test_lightnings_own_trainer_and_checkpoints_continue_at_the_next_batch(tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming")
-def test_a_run_of_several_short_epochs_is_continued_to_its_end(tmp_path: Path) -> None:
+def test_a_run_of_several_short_epochs_is_continued_to_its_end(tmp_path) -> None:
     def num_steps(checkpoint: Path | None = None) -> int:
         trainer = saving_trainer(tmp_path, 12, max_epochs=4, limit_train_batches=5)
         trainer.fit(Recorder(), make_data(), ckpt_path=checkpoint, weights_only=True)
@@ -85,7 +85,7 @@ def test_a_run_of_several_short_epochs_is_continued_to_its_end(tmp_path: Path) -
     assert num_steps(tmp_path / "saved.ckpt") == 20
 
 
-def test_an_epoch_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
+def test_an_epoch_goes_on_where_the_one_before_ended(tmp_path) -> None:
     limited, endless = Recorder(), Recorder()
     saving_trainer(tmp_path, 99, max_epochs=3, limit_train_batches=4).fit(limited, make_data())
     saving_trainer(tmp_path, 99, max_steps=12).fit(endless, make_data())
@@ -101,9 +101,7 @@ def test_the_state_is_plain_and_survives_without_a_trainer() -> None:
     assert torch.equal(inputs, expected)
 
 
-def test_every_loader_reads_its_own_split_and_the_vocabulary_is_that_of_training_alone(
-    tmp_path: Path,
-) -> None:
+def test_every_loader_reads_its_own_split_with_trainings_vocabulary(tmp_path) -> None:
     (tmp_path / "train.txt").write_text("ab" * 20)
     (tmp_path / "valid.txt").write_text("cd" * 20)
     words = ["data=text_file", f"data.path={tmp_path}", "data.seq_len=8"]
@@ -141,9 +139,7 @@ def test_a_split_shorter_than_a_window_is_refused(train: int, val: int, match: s
     "words",
     [(), ("data.max_val_characters=5",), ("data.max_characters=250",), ("data.vocabulary=bytes",)],
 )
-def test_what_the_line_about_a_short_text_names_works(
-    tmp_path: Path, num_characters: int, words: tuple[str, ...]
-) -> None:
+def test_what_a_refusal_names_works(tmp_path, num_characters: int, words: tuple[str, ...]) -> None:
     path = write(tmp_path / "t.txt", ("naïve text. " * num_characters)[:num_characters])
     words = ("data=text_file", f"data.path={path}", *words)
     for _ in range(3):  # the validation split may be too short for two reasons

@@ -23,9 +23,7 @@ def refusal(path: Path | str) -> str:
     return str(caught.value)
 
 
-def test_a_device_is_nobodys_text_and_what_a_checkpoint_names_may_be_gone(
-    tmp_path: Path,
-) -> None:
+def test_a_device_is_nobodys_text_and_what_a_checkpoint_names_may_be_gone(tmp_path) -> None:
     (tmp_path / "text.txt").symlink_to("/dev/zero")
     for path in ("/dev/zero", "/dev/null", tmp_path / "text.txt", tmp_path):
         assert "not a regular file; give data.path a plain file, a folder or a" in refusal(path)
@@ -40,13 +38,13 @@ def test_files_of_the_kernel_are_no_text_that_a_checkpoint_may_name(path: str) -
     assert "has no train text" in refusal(SavedPath(path))
 
 
-def test_a_file_of_holes_is_refused_at_its_first_megabyte(tmp_path: Path) -> None:
+def test_a_file_of_holes_is_refused_at_its_first_megabyte(tmp_path) -> None:
     write(tmp_path / "text.txt", "")
     os.truncate(tmp_path / "text.txt", 1 << 40)
     assert "a megabyte of zero bytes is no text" in refusal(tmp_path / "text.txt")
 
 
-def test_a_pipe_is_read_where_it_was_typed_and_not_waited_for_elsewhere(tmp_path: Path) -> None:
+def test_a_pipe_is_read_where_it_was_typed_and_not_waited_for_elsewhere(tmp_path) -> None:
     path = tmp_path / "text.txt"
     os.mkfifo(path)
     writer = threading.Thread(target=path.write_text, args=["from a pipe"])
@@ -57,9 +55,7 @@ def test_a_pipe_is_read_where_it_was_typed_and_not_waited_for_elsewhere(tmp_path
         assert "not a regular file" in refusal(other)
 
 
-def test_the_texts_that_a_checkpoint_names_are_bounded_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_texts_that_a_checkpoint_names_are_bounded_together(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", 25)
     (tmp_path / "link").symlink_to(write(tmp_path / "a.txt"))
     assert whole(corpus_at(SavedPath(tmp_path / "link"))) == "some text "
@@ -72,7 +68,7 @@ def test_the_texts_that_a_checkpoint_names_are_bounded_together(
     corpus_at(tmp_path)
 
 
-def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path: Path) -> None:
+def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path) -> None:
     wanted = ["B.TXT", "a/b.txt", "a/b/c.Txt", "a.txt", "d.txt/e.txt", "z.txt"]
     hidden = [".git/a.txt", ".hidden.txt", "a/._b.txt", ".txt", "d.txt/.cache/f.txt"]
     for name in [*wanted, *hidden, "notes.md", "a/x.txt.gz"]:

@@ -16,7 +16,7 @@ TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(monkeypatch, tmp_path) -> Path:
     """The folder of the cache, which takes also small corpora."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "MAPPED_BYTES", 0)
@@ -26,7 +26,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("num_symbols", [26, 300])
 @pytest.mark.parametrize("max_characters", [None, 1000])
 def test_mapped_tokens_are_those_of_the_text(
-    cache: Path, tmp_path: Path, num_symbols: int, max_characters: int | None
+    cache: Path, tmp_path, num_symbols: int, max_characters: int | None
 ) -> None:
     text = "".join(chr(100 + i) for i in range(num_symbols)) * 90
     path = write(tmp_path / "a.txt", text)
@@ -41,7 +41,7 @@ def test_mapped_tokens_are_those_of_the_text(
 
 
 def test_one_text_is_encoded_once_whatever_its_name_and_again_if_it_was_cut_short(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path, monkeypatch
 ) -> None:
     for name in ("a.txt", "b.txt"):
         corpus = corpus_at(write(tmp_path / name, TEXT))
@@ -59,9 +59,7 @@ def test_one_text_is_encoded_once_whatever_its_name_and_again_if_it_was_cut_shor
     assert len(list(cache.glob("*.tokens"))) == 2
 
 
-def test_a_text_that_changes_while_it_is_encoded_leaves_no_file(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_a_text_that_changes_while_it_is_encoded_leaves_no_file(cache: Path, tmp_path) -> None:
     corpus = corpus_at(write(tmp_path / "a.txt", TEXT))
     assert corpus.sha256
     write(tmp_path / "a.txt", TEXT.replace("9", "8"))
@@ -73,7 +71,7 @@ def test_a_text_that_changes_while_it_is_encoded_leaves_no_file(
     assert [file.suffix for file in cache.iterdir()] == [".lock"]
 
 
-def test_a_cache_that_takes_no_file_is_one_line(cache: Path, tmp_path: Path) -> None:
+def test_a_cache_that_takes_no_file_is_one_line(cache: Path, tmp_path) -> None:
     corpus = corpus_at(write(tmp_path / "a.txt", TEXT))
     write(tmp_path / "cache", "no folder")
     with pytest.raises(StorageError, match=r"cache.*cannot be written .*set XDG_CACHE") as error:

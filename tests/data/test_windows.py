@@ -26,9 +26,7 @@ def test_a_training_batch_depends_on_seed_and_step_alone() -> None:
 
 @pytest.mark.parametrize("n", [8, 9, 23, 64])
 @pytest.mark.parametrize("batch_size", [1, 3, 20])
-def test_in_an_epoch_no_character_is_a_target_twice_and_few_are_left_out(
-    n: int, batch_size: int
-) -> None:
+def test_in_an_epoch_no_character_is_a_target_twice(n: int, batch_size: int) -> None:
     seq_len = 8
     per_epoch = n // seq_len
     batches = itertools.islice(
@@ -50,7 +48,7 @@ def test_over_many_epochs_every_character_is_used_equally_often() -> None:
     assert (used - epochs * share).abs().max() < 5 * deviation
 
 
-def test_an_epoch_of_very_many_windows_uses_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_of_very_many_windows_uses_each_once(monkeypatch) -> None:
     listed = TrainingWindows(positions_as_tokens(900), 8, 112, seed=3).batch(0)[1]
     monkeypatch.setattr(windows, "LISTED_WINDOWS", 50)
     windows.epoch_order.cache_clear()
@@ -84,9 +82,7 @@ def test_processes_side_by_side_see_the_batch_of_one_process(world_size: int) ->
 
 @settings(deadline=None)
 @given(st.data())
-def test_evaluation_predicts_every_character_but_the_first_exactly_once(
-    data: st.DataObject,
-) -> None:
+def test_evaluation_predicts_all_but_the_first_character_once(data: st.DataObject) -> None:
     n = data.draw(st.integers(2, 60))
     seq_len = data.draw(st.integers(1, 12))
     stride = data.draw(st.integers(1, seq_len))

@@ -22,7 +22,7 @@ IS_GONE = r"checkpoints: the best checkpoint is not there any more"
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Path:
+def checkpoints(tmp_path) -> Path:
     """Three checkpoints of a run, the second of which is the best."""
     for step in (2, 4, 6):
         metadata = {"step": step, "config": {}, "vocabulary": {}, "data_sha256": "", "best": BEST}
@@ -61,7 +61,7 @@ def naming(best: object) -> Callable[[Path], None]:
     ],
 )
 def test_the_best_is_taken_and_a_warning_says_why_it_is_not(
-    checkpoints: Path, do: Callable, taken: str, why: str, caplog: pytest.LogCaptureFixture
+    checkpoints: Path, do: Callable, taken: str, why: str, caplog
 ) -> None:
     do(checkpoints)
     assert read_checkpoint(str(checkpoints.parent)).path.name == taken
@@ -75,7 +75,7 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 @pytest.mark.parametrize("words", [(), ("model=dot_product",), ("model=causal_bounded",)])
-def test_an_evaluation_comes_back_from_its_file(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_an_evaluation_comes_back_from_its_file(tmp_path, words: tuple[str, ...]) -> None:
     found = Saved(tmp_path, *words).evaluated()
     if found.inversion:  # JSON has no infinity
         found = replace(found, inversion=replace(found.inversion, error_bound=math.inf))
@@ -88,7 +88,7 @@ def test_an_evaluation_comes_back_from_its_file(tmp_path: Path, words: tuple[str
     assert again == found
 
 
-def test_a_file_of_0_1_is_read_and_one_of_something_else_is_not(tmp_path: Path) -> None:
+def test_a_file_of_0_1_is_read_and_one_of_something_else_is_not(tmp_path) -> None:
     found = Saved(tmp_path).evaluated()
     kept = found.to_json()
     old = {**kept, "perf": {"forward_characters_per_second": 9.0}}

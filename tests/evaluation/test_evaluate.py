@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -22,16 +21,14 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 @pytest.mark.parametrize("correction", [1.9, 1e30])
-def test_a_branch_above_its_target_ends_an_evaluation(tmp_path: Path, correction: float) -> None:
+def test_a_branch_above_its_target_ends_an_evaluation(tmp_path, correction: float) -> None:
     saved = Saved(tmp_path)
     saved.model.stack.blocks[0].attention.branch.correction.fill_(correction)
     with pytest.raises(CertificateViolation, match=r"block_00/attention has the bound .* target"):
         saved.evaluated()
 
 
-def test_a_branch_that_only_a_cast_put_above_its_target_is_shrunk(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_branch_that_only_a_cast_put_above_its_target_is_shrunk(tmp_path, caplog) -> None:
     saved = Saved(tmp_path, "trainer.precision=bf16-mixed")
     saved.model.stack.blocks[0].feed_forward.branch.correction.fill_(1.003)
     certificate = saved.evaluated().certificate
@@ -40,7 +37,7 @@ def test_a_branch_that_only_a_cast_put_above_its_target_is_shrunk(
     assert "block_00/feed_forward was" in caplog.text
 
 
-def test_weights_whose_logits_are_not_finite_end_an_evaluation(tmp_path: Path) -> None:
+def test_weights_whose_logits_are_not_finite_end_an_evaluation(tmp_path) -> None:
     saved = Saved(tmp_path)
     saved.model.head.weight.data.fill_(3e38)
     with pytest.raises(NonFiniteError, match=r"nats per character on data\.split=val"):
@@ -48,9 +45,7 @@ def test_weights_whose_logits_are_not_finite_end_an_evaluation(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
-def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
-    tmp_path: Path, precision: str
-) -> None:
+def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(tmp_path, precision: str) -> None:
     saved = Saved(tmp_path, f"trainer.precision={precision}")
     report = saved.evaluated(*QUICK)
     assert report.precision == precision
@@ -64,7 +59,7 @@ def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
     assert report.nats == pytest.approx(expected, rel=0.05)
 
 
-def test_the_split_that_is_asked_for_is_the_one_that_is_scored(tmp_path: Path) -> None:
+def test_the_split_that_is_asked_for_is_the_one_that_is_scored(tmp_path) -> None:
     saved = Saved(tmp_path)
     corpus = read_corpus(saved.config.data)
     quick = (*QUICK, "evaluate.stride=5")
@@ -78,9 +73,7 @@ def test_the_split_that_is_asked_for_is_the_one_that_is_scored(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("apart", "unknown"), [(0.5, 1e10), (1e-4, 1e7), (3e-45, 0)])
-def test_no_checkpoint_makes_a_wrong_character_proven(
-    tmp_path: Path, apart: float, unknown: float
-) -> None:
+def test_no_checkpoint_has_a_wrong_proof(tmp_path, apart: float, unknown: float) -> None:
     torch.set_flush_denormal(True)
     saved = Saved(tmp_path, "model=contractive_bounded")
     table = saved.model.embedding.token.weight.data
@@ -98,10 +91,7 @@ def test_no_checkpoint_makes_a_wrong_character_proven(
 
 
 def test_a_full_disk_does_not_take_the_table(
-    tmp_path: Path,
-    command: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path, command: Callable[..., int], monkeypatch, capsys
 ) -> None:
     Saved(tmp_path).save()
     full = StorageError("evaluation.json: cannot be written (No space left on device)")
@@ -113,9 +103,7 @@ def test_a_full_disk_does_not_take_the_table(
     assert "No space left" in shown.err
 
 
-def test_another_text_leaves_the_earlier_evaluation_untouched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_text_leaves_the_earlier_evaluation_untouched(tmp_path, capsys) -> None:
     saved = Saved(tmp_path)
     latest = tmp_path / "evaluation.json"
     own, _ = keep(saved.evaluated(), latest)
@@ -135,9 +123,7 @@ def test_another_text_leaves_the_earlier_evaluation_untouched(
     assert "of the symbols recovered" in said
 
 
-def test_the_table_opens_with_the_result_and_says_which_numbers_say_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_opens_with_the_result_and_marks_empty_numbers(tmp_path, capsys) -> None:
     report = Saved(tmp_path).evaluated()
     assert re.fullmatch(
         r".*/step-00000003: evaluating [\d,]+ characters of text_file, val\n",
@@ -162,9 +148,7 @@ def test_the_table_opens_with_the_result_and_says_which_numbers_say_nothing(
     assert "\n  weighted frobenius " in capsys.readouterr().out
 
 
-def test_the_proof_is_capped_by_characters_times_symbols_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_proof_is_capped_by_characters_times_symbols_and_says_so(tmp_path, capsys) -> None:
     saved = Saved(tmp_path)
     limit = 2 * 5 * saved.vocabulary.size
     words = ("evaluate.inversion_sequences=2", f"evaluate.proof_limit={limit}")
@@ -177,9 +161,7 @@ def test_the_proof_is_capped_by_characters_times_symbols_and_says_so(
     assert "the proof tried 10 of 32 (evaluate.proof_limit)" in capsys.readouterr().out
 
 
-def test_a_table_of_a_text_that_is_mostly_unknown_says_so_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_of_a_text_that_is_mostly_unknown_says_so_first(tmp_path, capsys) -> None:
     report = Saved(tmp_path).evaluated(*QUICK)
     report = replace(report, data=replace(report.data, unknown_rate=0.62))
     capsys.readouterr()

@@ -15,9 +15,7 @@ from tests.support.builders import VOCAB, contractive_model, random_tokens, trai
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("certificate", ["token_max", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_character_is_proven_whatever_an_error_bound_says(
-    dtype: torch.dtype, certificate: str, bounded: bool
-) -> None:
+def test_every_character_is_proven(dtype: torch.dtype, certificate: str, bounded: bool) -> None:
     model = trained_a_little(contractive_model(0.7, certificate, bounded=bounded)).eval()
     tokens = named_tokens(4)
     trip = round_trip(model, tokens, dtype)

@@ -29,9 +29,7 @@ def exact(given: list[tuple[Tensor, int]]) -> float:
 
 
 @pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float64])
-def test_many_batches_are_summed_without_drift_whatever_the_module_is_cast_to(
-    cast: torch.dtype | None,
-) -> None:
+def test_many_batches_are_summed_without_drift(cast: torch.dtype | None) -> None:
     given, metric = code_lengths(3000), BitsPerCharacter().to(cast)
     for _ in range(2):
         metric.reset()
@@ -101,9 +99,7 @@ def naive_probability(train: list[int], context: list[int], x: int) -> float:
 
 @pytest.mark.parametrize("chunk", [2, 7, 1000])
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
-def test_the_n_gram_agrees_with_its_definition(
-    order: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_n_gram_agrees_with_its_definition(order: int, chunk: int, monkeypatch) -> None:
     monkeypatch.setattr(ngram, "CHUNK", chunk)
     train, text = random_text(60, 0), random_text(20, 1)
     t = text.tolist()

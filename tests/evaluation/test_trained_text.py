@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """A run on a text that lies in its folder."""
     Saved(tmp_path).save()
     return tmp_path
@@ -64,9 +64,7 @@ def test_a_text_in_other_characters_is_refused_and_looked_for_where_it_is(folder
         evaluate(folder, "data.name=text_file", f"data.path={other}")
 
 
-def test_the_ngram_has_learnt_what_the_model_has_learnt_or_is_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_ngram_has_learnt_the_models_text_or_is_left_out(folder: Path, capsys) -> None:
     other = folder / "other.txt"
     other.write_text("9 is 9 times 1; 16 is 2 times 8; 81 is 3 times 27; " * 20)
     elsewhere = "data.name=text_file", f"data.path={other}"
@@ -94,7 +92,7 @@ def five_gram(train: str, text: str) -> float:
 
 
 @pytest.mark.parametrize("preset", [path.stem for path in (ROOT / "configs/model").glob("*.yaml")])
-def test_every_model_comes_back_from_its_checkpoint(preset: str, tmp_path: Path) -> None:
+def test_every_model_comes_back_from_its_checkpoint(preset: str, tmp_path) -> None:
     """Which also says that blocks are alike, and within the sizes that are held against files."""
     words = [f"model={preset}", "model.num_layers=3", "data.seq_len=9"]
     config = load_config([*words, "trainer.precision=64-true"])

@@ -62,9 +62,7 @@ def gradients(y: Tensor, of: list[Tensor], g: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 10.0])
 @every_kernel
-def test_every_kernel_agrees_with_a_naive_loop(
-    kernel: str, bias: str, dtype: torch.dtype, scale: float
-) -> None:
+def test_kernels_are_a_naive_loop(kernel: str, bias: str, dtype: torch.dtype, scale: float) -> None:
     tokens = 200
     where = position(bias, 2, tokens, torch.float64 if dtype == torch.float64 else torch.float32)
     q, k, v = (scale * torch.randn(3, 2, tokens, 16)).to(dtype)
@@ -164,9 +162,7 @@ def test_custom_operators_keep_their_promises_to_torch() -> None:
 
 
 @needs_compiler
-def test_compiled_attention_reads_its_copies_before_others_get_their_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_attention_reads_its_copies_before_others_get_their_memory(monkeypatch) -> None:
     original = native.call
 
     def with_new_memory(name: str, dtype: torch.dtype, *arguments: Any) -> None:
@@ -279,7 +275,7 @@ def test_kernels_compile_without_a_graph_break(kernel: str, bias: str) -> None:
 )  # fmt: skip
 def test_auto_is_the_kernel_that_was_measured_fastest(
     device: str, compiler: bool, bias: str, l2: bool, tokens: int, kernel: str,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:  # fmt: skip
     b = position(bias, 1, tokens, torch.float32).to(device).logit_bias(tokens)
     q = torch.empty(1, 1, tokens, 16, dtype=torch.float32, device=device, requires_grad=True)
@@ -303,9 +299,7 @@ def test_float64_on_an_accelerator_is_a_product_of_all_pairs_with_gradients_or_w
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_compiled_attention_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
-    dtype: torch.dtype,
-) -> None:
+def test_compiled_attention_has_the_same_bits_in_any_batch_and_threads(dtype: torch.dtype) -> None:
     tokens, threads = 70, torch.get_num_threads()
     by_lag = torch.randn(3, tokens, dtype=dtype)
 

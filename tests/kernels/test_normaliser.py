@@ -41,7 +41,7 @@ def gram_normaliser(weight: torch.Tensor) -> Normalisation:
 
 
 @pytest.fixture(autouse=True, params=["compiled", "torch"])
-def _both_implementations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _both_implementations(request, monkeypatch) -> None:
     """Everything holds with compiled code and without."""
     if request.param == "torch":
         monkeypatch.setattr(native_matrices, "can_take", lambda weights: False)
@@ -89,7 +89,7 @@ def test_the_normaliser_is_a_function_of_the_weight_alone() -> None:
 
 
 @pytest.mark.parametrize("size", [40, 160, 300])
-def test_compiled_code_finds_what_torch_finds(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_finds_what_torch_finds(size: int, monkeypatch) -> None:
     ends = (0.01, 0.3, 0.6, 0.9, 0.99)
     values = [torch.cat([torch.ones(1), torch.linspace(end, 0, size - 1)]) for end in ends]
     weights = [matrix_with(v, size + 7, size).float() for v in values]
@@ -130,9 +130,7 @@ def test_neither_autocast_nor_fast_float32_products_reach_the_normaliser() -> No
 
 @pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-22, 1e-15, 1e15, 1e18, 1e25, 1e36])
 @pytest.mark.parametrize("size", [20, 256])
-def test_tensors_whose_squares_would_overflow_or_underflow_are_scaled_first(
-    scale: float, size: int
-) -> None:
+def test_squares_that_would_over_or_underflow_are_scaled_first(scale: float, size: int) -> None:
     weight = torch.randn(2 * size, size, dtype=torch.float32)
     sigma, u, v = gram_normaliser(weight)
     scaled = gram_normaliser(weight * scale)
@@ -140,9 +138,7 @@ def test_tensors_whose_squares_would_overflow_or_underflow_are_scaled_first(
     torch.testing.assert_close(torch.outer(*scaled[1:]), torch.outer(u, v), rtol=0, atol=1e-3)
 
 
-def test_large_matrices_are_bounded_by_trial_and_where_that_fails_by_squarings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_matrices_are_bounded_by_trial_and_where_that_fails_by_squarings(monkeypatch) -> None:
     easy = matrix_with(torch.cat([torch.ones(1), torch.linspace(0.5, 0.1, 255)]), 256, 300)
     hard = matrix_with(torch.linspace(1, 0.5, 256), 256, 300)
     monkeypatch.setattr(normaliser, "LARGEST_LIFT", normaliser.LEAST_LIFT)
@@ -158,7 +154,7 @@ def test_large_matrices_are_bounded_by_trial_and_where_that_fails_by_squarings(
         assert u @ weight @ v >= 0.99 * truth
 
 
-def test_squarings_of_a_large_cluster_never_underflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squarings_of_a_large_cluster_never_underflow(monkeypatch) -> None:
     monkeypatch.setattr(normaliser, "TRIAL_SIZE", 1024)
     weight = matrix_with(torch.cat([torch.ones(128), torch.full((384,), 0.995)]), 512, 512).float()
     truth = torch.linalg.matrix_norm(weight.double(), 2)

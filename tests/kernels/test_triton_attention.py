@@ -27,7 +27,7 @@ if DEVICE.type == "cuda":
 
 
 @pytest.fixture(autouse=True)
-def _available(monkeypatch: pytest.MonkeyPatch) -> None:
+def _available(monkeypatch) -> None:
     """The interpreter in the place of a GPU; mended for NumPy 2.4."""
     if DEVICE.type == "cpu":
         patched = interpreter._patch_lang_tensor

@@ -212,9 +212,7 @@ def test_a_deeper_stack_is_certified_in_hardly_more_launches(preset: str) -> Non
 
 
 @pytest.mark.parametrize("at_once", [1, 2**23])
-def test_branches_have_the_same_bounds_alone_and_together(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_branches_have_the_same_bounds_alone_and_together(at_once: int, monkeypatch) -> None:
     monkeypatch.setattr("invformer.branches.branch.NUMBERS_AT_ONCE", at_once)
     for model in (contractive_model(), scaled_model(kernel=2)):
         stack = trained_a_little(model).stack

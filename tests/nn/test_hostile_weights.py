@@ -56,9 +56,7 @@ def language_model(stack: InvertibleStack) -> CharTransformer:
 
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e-12, 1e-30, 0.0])
 @pytest.mark.parametrize("certificate", ["token_max", "causal"])
-def test_a_head_with_hardly_any_queries_costs_the_certificate_nothing(
-    certificate: str, size: float
-) -> None:
+def test_a_head_without_queries_costs_nothing(certificate: str, size: float) -> None:
     attention = ContractiveL2Attention(WIDTH, 4, CausalMask(TOKENS), TARGET, certificate)
     attention.w_q.weight.data[0] *= size
     feed_forward = ContractiveFeedForward(WIDTH, WIDTH, TARGET)
@@ -79,9 +77,7 @@ def test_heads_of_very_unequal_sharpness_stay_below_the_causal_target() -> None:
     assert attention.causal_bound() <= TARGET
 
 
-def test_no_character_is_certified_by_bounds_that_prove_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_character_is_certified_by_bounds_that_prove_nothing(monkeypatch) -> None:
     attention = ContractiveL2Attention(WIDTH, 4, RelativePositionBias(4, TOKENS), TARGET)
     attention.w_q.weight.data[0] = 0
     feed_forward = ContractiveFeedForward(WIDTH, WIDTH, TARGET, "relu")
@@ -99,9 +95,7 @@ def test_no_character_is_certified_by_bounds_that_prove_nothing(
 
 @pytest.mark.parametrize("spread", [1.0, 0.1, 0.01])
 @pytest.mark.parametrize("offset", [0.0, 30.0, 300.0])
-def test_symbols_far_from_zero_and_near_each_other_decode_to_themselves(
-    offset: float, spread: float
-) -> None:
+def test_far_and_near_symbols_decode_to_themselves(offset: float, spread: float) -> None:
     attention = ContractiveL2Attention(WIDTH, 2, CausalMask(TOKENS), 0.3)
     model = language_model(stack_of(attention, ContractiveFeedForward(WIDTH, WIDTH, 0.3)))
     model.embedding.token.weight.data = offset + spread * torch.randn(SYMBOLS, WIDTH)

@@ -73,9 +73,7 @@ def test_activation_norm_has_the_derivatives_of_its_formula(shape: tuple[int, ..
 
 @pytest.mark.parametrize("build", EVERY_KIND)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_whole_stack_is_undone_within_its_bound_and_the_text_comes_back(
-    build, dtype: torch.dtype
-) -> None:
+def test_the_whole_stack_is_undone_within_its_bound(build, dtype: torch.dtype) -> None:
     model, tokens = trained_a_little(build()).to(dtype), random_tokens(3, seed=5)
     certificate = enforce(model, dtype)
     with torch.no_grad():
@@ -96,9 +94,7 @@ def test_a_target_that_is_no_contraction_is_refused_when_a_branch_is_made(target
 
 @pytest.mark.parametrize(("tokens", "width", "bias"), [(1, 1, 1e2), (4, 2, 1e3), (8, 8, 1e4)])
 @pytest.mark.parametrize("norm", ["token_max", "frobenius", "entry_max"])
-def test_biases_that_cancel_put_no_error_above_its_bound(
-    tokens: int, width: int, bias: float, norm: str
-) -> None:
+def test_biases_that_cancel_break_no_bound(tokens: int, width: int, bias: float, norm: str) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         held = "entry_max" if norm == "entry_max" else "spectral"
@@ -118,9 +114,7 @@ def test_biases_that_cancel_put_no_error_above_its_bound(
 @pytest.mark.parametrize("build", EVERY_KIND)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("folded", [True, False])
-def test_weights_computed_together_are_those_each_layer_computes(
-    build, training: bool, folded: bool
-) -> None:
+def test_weights_together_are_those_of_each_layer(build, training: bool, folded: bool) -> None:
     model, x = trained_a_little(build()), torch.randn(2, SEQ_LEN, WIDTH)
     with torch.set_grad_enabled(training):
         weights = model.stack.weights(folded)

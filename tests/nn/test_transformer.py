@@ -165,9 +165,7 @@ def test_impossible_generation_is_refused_in_one_line(change: dict, message: str
 
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_texts_that_begin_alike_are_computed_alike_to_the_last_bit(
-    dtype: torch.dtype, bounded: bool
-) -> None:
+def test_texts_that_begin_alike_have_the_same_bits(dtype: torch.dtype, bounded: bool) -> None:
     model = trained_a_little(contractive_model(certificate="causal", bounded=bounded))
     model = model.eval().requires_grad_(False).to(dtype)
     tokens = random_tokens(4)

@@ -75,9 +75,7 @@ def test_without_evidence_the_answer_is_as_good_but_nothing_is_said_of_its_error
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bias", [3.0, 300.0, 1e5])
-def test_biases_that_cancel_inside_put_no_error_above_its_bound(
-    bias: float, dtype: torch.dtype
-) -> None:
+def test_biases_that_cancel_inside_break_no_error_bound(bias: float, dtype: torch.dtype) -> None:
     for c in (0.9 * torch.rand(6)).tolist():
 
         def f(x: Tensor, c: float = c) -> Tensor:
@@ -177,9 +175,7 @@ def test_rounding_far_above_the_model_disproves_a_constant_only_if_it_is_not_mea
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float64, 1e-16), (torch.float32, 1e-7), (torch.bfloat16, 1e-2)]
 )
-def test_a_tolerance_below_the_precision_is_refused_untried(
-    dtype: torch.dtype, rtol: float
-) -> None:
+def test_a_tolerance_below_precision_is_refused_untried(dtype: torch.dtype, rtol: float) -> None:
     y = torch.randn(3, 4, 2).to(dtype)
     solution = invert_residual(
         lambda z: 0.5 * z.tanh(), y, lipschitz_bound=0.5, rtol=rtol, **TOKEN_MAX
@@ -294,9 +290,7 @@ def permuted_tanh(scale: float = 0.5, width: int = 6) -> tuple[Callable[[Tensor]
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("evidence", [True, False])
-def test_tokens_that_have_arrived_wait_for_the_others(
-    norm: Norm, dtype: torch.dtype, evidence: bool
-) -> None:
+def test_arrived_tokens_wait_for_others(norm: Norm, dtype: torch.dtype, evidence: bool) -> None:
     # Far out tanh hardly changes: those tokens arrive after two steps.
     x = torch.cat([0.1 * torch.randn(3, 4, 6), 30 + torch.randn(3, 16, 6)], 1).to(dtype)
     f, asked = permuted_tanh()

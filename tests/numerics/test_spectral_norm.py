@@ -22,7 +22,7 @@ from tests.support.problems import matrix_with, trained_like
 
 
 @pytest.fixture(params=[nullcontext, cuda_rules])
-def either_device(request: pytest.FixtureRequest) -> Iterator[None]:
+def either_device(request) -> Iterator[None]:
     """With eigenvalues, and with as many squarings as a GPU takes."""
     with request.param():
         yield
@@ -94,9 +94,7 @@ def test_the_excess_is_below_a_billionth_for_every_spectrum(spectrum: str) -> No
     assert -1e-14 < excess < 1e-9
 
 
-def test_without_a_factorisation_gram_iteration_stands_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_factorisation_gram_iteration_stands_alone(monkeypatch) -> None:
     def break_down(matrix: Tensor) -> torch.return_types.linalg_cholesky_ex:
         return torch.return_types.linalg_cholesky_ex((matrix * math.nan, torch.ones(())))
 
@@ -107,7 +105,7 @@ def test_without_a_factorisation_gram_iteration_stands_alone(
         assert -1e-14 < excess < worst
 
 
-def test_any_factor_whatever_gives_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_factor_whatever_gives_a_bound(monkeypatch) -> None:
     """RᵀR is semidefinite for every R: a wrong factorisation costs excess, never soundness."""
     exact = torch.linalg.cholesky_ex
 

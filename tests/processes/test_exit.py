@@ -5,7 +5,6 @@ import logging
 import os
 import pty
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -54,9 +53,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_whatever_happens_has_its_exit_code_and_at_most_one_line(
-    what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatever_happens_has_its_exit_code_and_at_most_one_line(what: str, capsys) -> None:
     work, code, message = FAILURES[what]
     assert guarded(work, debug=False) == code
     captured = capsys.readouterr().err
@@ -65,9 +62,7 @@ def test_whatever_happens_has_its_exit_code_and_at_most_one_line(
     assert captured.startswith("error: " if code else "")
 
 
-def test_a_connection_error_outside_a_rank_is_no_lost_rank(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_connection_error_outside_a_rank_is_no_lost_rank(monkeypatch, tmp_path, capsys) -> None:
     error = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer")
     assert guarded(raising(error), debug=False) == 1
     for name, value in (("TORCHELASTIC_RUN_ID", "a"), ("RANK", "1"), ("LOCAL_RANK", "0")):
@@ -95,7 +90,7 @@ TOLD = errors.Interrupted(15, 3, "x")
 )
 def test_ranks_of_torchrun_say_what_each_has_and_once_that_all_were_stopped(
     ends: list[Exception], says: list[str],
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    monkeypatch, capsys,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     for rank, error in enumerate(ends):
@@ -105,9 +100,7 @@ def test_ranks_of_torchrun_say_what_each_has_and_once_that_all_were_stopped(
     assert all(line.startswith(f"error: {start}") for line, start in zip(lines, says, strict=True))
 
 
-def test_the_debug_flag_adds_the_traceback(
-    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_debug_flag_adds_the_traceback(command: Callable[..., int], capsys) -> None:
     assert command("evaluate", "checkpoint=missing", "--debug") == 4
     *traceback, last = capsys.readouterr().err.splitlines()
     assert traceback[0].startswith("Traceback")
@@ -126,9 +119,7 @@ def test_a_lost_console_becomes_the_null_device(open_pair: Callable[[], tuple[in
     os.close(writer)
 
 
-def test_a_disk_that_takes_no_more_of_the_output_ends_nothing_and_is_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_disk_that_takes_no_more_of_the_output_ends_nothing_and_is_told(capsys) -> None:
     with open("/dev/full", "wb") as full:
         console = Console(full.fileno())
         assert console.write(b"lost") == console.write(b"lost") == 4
@@ -147,9 +138,7 @@ def test_a_console_without_a_character_shows_its_number() -> None:
     os.close(reader)
 
 
-def test_errors_and_warnings_send_a_terminal_no_commands(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_and_warnings_send_a_terminal_no_commands(capsys) -> None:
     owned = errors.DataError("a\x1b]0;owned\x07b: no such file")
     assert guarded(raising(owned), debug=False) == 3
     assert capsys.readouterr().err == "error: a\\x1b]0;owned\\x07b: no such file\n"

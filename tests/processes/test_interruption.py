@@ -53,7 +53,7 @@ def exceed_bound(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3])  # after the last of these, in a validation
 def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_and_saves_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+    folder: Path, monkeypatch, stop_at: int
 ) -> None:
     exceed_bound(monkeypatch, at=1)
     run = run_of(folder, stop_at)
@@ -89,8 +89,8 @@ def test_a_stopped_run_that_cannot_save_leaves_signals_as_they_were(folder: Path
     assert [signal.getsignal(number) for number in STOPPING] == before
 
 
-def test_an_update_that_was_skipped_before_a_signal_ends_the_run_as_one_that_is_not_finite(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_update_skipped_before_a_signal_ends_the_run_by_itself(
+    folder: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
     run = run_of(folder, stop_at=5)
@@ -109,7 +109,7 @@ def check_in_one_of_two(row: dict[str, float]) -> None:
     check_everywhere(lambda: rows.send(trainer))
 
 
-def test_all_processes_refuse_what_one_of_them_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_refuse_what_one_of_them_refuses(monkeypatch) -> None:
     sound = {f"{BRANCH}/estimate": 0.2, f"{BRANCH}/bound": 0.5}
     broken = {**sound, f"{BRANCH}/estimate": 99.0}
     for other in (0, 1):

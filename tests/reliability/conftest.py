@@ -11,7 +11,7 @@ from tests.support.zygote import Zygote
 
 
 @pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     """The folder that holds the runs."""
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder)

@@ -60,7 +60,7 @@ def await_end(pids: list[int]) -> None:
     ],
 )
 def test_a_rank_that_fails_ends_all_with_one_line_and_one_code(
-    zygote: Zygote, tmp_path: Path, behaviour: str, code: int, message: str
+    zygote: Zygote, tmp_path, behaviour: str, code: int, message: str
 ) -> None:
     zygote.start([behaviour, str(tmp_path)], program=PROGRAM)
     pids, ended = ranks(tmp_path), zygote.wait()
@@ -88,7 +88,7 @@ GONE = "another process of the run is gone"
     ],
 )
 def test_the_line_of_a_run_is_that_of_the_rank_that_knows_most(
-    tmp_path: Path, reports: dict, codes: dict, stopped: int | None, code: int, message: str
+    tmp_path, reports: dict, codes: dict, stopped: int | None, code: int, message: str
 ) -> None:
     for rank, report in reports.items():
         (tmp_path / str(rank)).write_text(json.dumps(report))
@@ -98,7 +98,7 @@ def test_the_line_of_a_run_is_that_of_the_rank_that_knows_most(
     assert str(error).startswith(message)
 
 
-def test_ranks_that_finish_end_with_zero(zygote: Zygote, tmp_path: Path) -> None:
+def test_ranks_that_finish_end_with_zero(zygote: Zygote, tmp_path) -> None:
     ended = zygote.run(["finish", str(tmp_path)], program=PROGRAM)
     assert ended.code == 0, ended.stderr
 
@@ -108,7 +108,7 @@ def test_ranks_that_finish_end_with_zero(zygote: Zygote, tmp_path: Path) -> None
     [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGTERM, True)],
 )
 def test_a_signal_reaches_every_rank_and_each_may_save(
-    zygote: Zygote, tmp_path: Path, number: signal.Signals, to_all: bool
+    zygote: Zygote, tmp_path, number: signal.Signals, to_all: bool
 ) -> None:
     launcher = zygote.start(["be told", str(tmp_path)], program=PROGRAM)
     pids = ranks(tmp_path)
@@ -122,7 +122,7 @@ def test_a_signal_reaches_every_rank_and_each_may_save(
     await_end(pids)
 
 
-def test_ranks_end_when_their_launcher_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+def test_ranks_end_when_their_launcher_is_killed(zygote: Zygote, tmp_path) -> None:
     launcher = zygote.start(["wait", str(tmp_path)], program=PROGRAM)
     pids = ranks(tmp_path)
     os.kill(launcher, signal.SIGKILL)

@@ -162,9 +162,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_keeps_what_was_saved(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", [60, 200, 300])
-def test_a_file_system_that_is_too_small_ends_the_run_in_one_line(
-    tmp_path: Path, kilobytes: int
-) -> None:
+def test_a_file_system_that_is_too_small_ends_the_run_in_one_line(tmp_path, kilobytes: int) -> None:
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"]).returncode:
         pytest.skip("needs unprivileged mounts")
     write_text(tmp_path)

@@ -117,7 +117,7 @@ def test_an_online_run_is_continued_under_its_name(
 
 @pytest.mark.slow
 def test_an_offline_run_that_went_on_and_was_moved_is_uploaded_whole_and_nothing_before(
-    zygote: Zygote, root: Path, serve: Callable[[str], FakeServer], tmp_path: Path
+    zygote: Zygote, root: Path, serve: Callable[[str], FakeServer], tmp_path
 ) -> None:
     server = serve("ok")
     (tmp_path / "settings").write_text("[default]\nmode = offline\n")

@@ -12,13 +12,7 @@ from invformer.evaluation.marked_text import MarkedText
 from invformer.evaluation.result import Evaluation, SampledText
 from invformer.nn.certificate import Certificate
 from invformer.report.page import keep, keep_comparison, page
-from invformer.report.plots import (
-    draw_summary,
-    in_words,
-    last_constants,
-    plot_run,
-    read_curves,
-)
+from invformer.report.plots import draw_summary, in_words, last_constants, plot_run, read_curves
 from invformer.report.table import (
     certified_first,
     comparison,
@@ -32,7 +26,7 @@ from tests.support.small_runs import write_rows
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+def report(tmp_path_factory) -> Evaluation:
     """Of a small model that was not trained."""
     torch.set_default_dtype(torch.float32)
     return Saved(tmp_path_factory.mktemp("run")).evaluated()
@@ -74,9 +68,7 @@ def test_a_page_has_everything_and_refers_to_nothing(report: Evaluation) -> None
     assert elements.text.count(first.recovered) >= 2
 
 
-def test_a_page_has_the_name_of_its_run_and_the_constants_that_are_proven(
-    report: Evaluation, tmp_path: Path
-) -> None:
+def test_a_page_names_its_run_and_the_proven_constants(report: Evaluation, tmp_path) -> None:
     named = replace(report, checkpoint="runs/sums/checkpoints/step-00000003")
     found = page(named, {})
     assert "<title>sums, step 3, on text_file, val</title>" in found
@@ -106,9 +98,7 @@ def test_text_of_a_model_is_escaped_in_a_page(report: Evaluation) -> None:
     ],
     ids=" ".join,
 )
-def test_every_kind_of_model_has_a_page_with_and_without_measurements(
-    words: list[str], says: str, tmp_path: Path
-) -> None:
+def test_every_model_has_a_page_with_or_without_data(words: list[str], says: str, tmp_path) -> None:
     torch.set_default_dtype(torch.float32)
     saved = Saved(tmp_path, *words)
     report = saved.evaluated()
@@ -120,9 +110,7 @@ def test_every_kind_of_model_has_a_page_with_and_without_measurements(
     assert len(comparison([report, without])) == 3
 
 
-def test_the_page_of_a_run_is_replaced_by_an_evaluation_of_its_own_text_alone(
-    report: Evaluation, tmp_path: Path
-) -> None:
+def test_only_an_evaluation_of_its_own_text_replaces_a_page(report: Evaluation, tmp_path) -> None:
     write_metrics(tmp_path / "metrics.jsonl")
     latest = tmp_path / "evaluation.json"
     assert keep(report, latest)[1] == tmp_path / "report.html"
@@ -136,9 +124,7 @@ def test_the_page_of_a_run_is_replaced_by_an_evaluation_of_its_own_text_alone(
     assert (tmp_path / "report.html").read_bytes() == own
 
 
-def test_several_models_stand_in_one_table_and_one_figure(
-    report: Evaluation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_models_share_a_table_and_a_figure(report: Evaluation, tmp_path, capsys) -> None:
     nothing = {"certificate": None, "inversion": None, "ngram": None, "local_lipschitz": {}}
     path = "runs/plain/checkpoints/step-00000003"
     baseline = replace(report, checkpoint=path, bpc=9.5, **nothing)
@@ -207,16 +193,14 @@ def write_metrics(path: Path, num_steps: int = 12) -> Path:
 
 
 @pytest.mark.parametrize("row", [{"optim/lr": 0.1}, {"train/bpc": math.nan}, {"val/bpc": 4.0}])
-def test_a_run_of_whatever_length_has_its_picture(tmp_path: Path, row: dict[str, float]) -> None:
+def test_a_run_of_whatever_length_has_its_picture(tmp_path, row: dict[str, float]) -> None:
     write_rows(tmp_path / "metrics.jsonl", {0: row})
     path = tmp_path / "a.png"
     plot_run(read_curves(tmp_path / "metrics.jsonl"), path, "a sample, 5 $", ngram=None)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_every_branch_has_its_estimate_below_its_local_bound_below_its_bound(
-    tmp_path: Path,
-) -> None:
+def test_every_branch_has_its_estimate_below_its_local_bound_below_its_bound(tmp_path) -> None:
     curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
     bars = draw_summary(curves, last_constants(curves)).axes[2]
     heights = [[bar.get_height() for bar in container] for container in bars.containers]
@@ -225,7 +209,7 @@ def test_every_branch_has_its_estimate_below_its_local_bound_below_its_bound(
     assert names == ["0 attention", "0 feed- forward", "1 attention", "1 feed- forward"]
 
 
-def test_nothing_that_is_drawn_is_clipped(tmp_path: Path) -> None:
+def test_nothing_that_is_drawn_is_clipped(tmp_path) -> None:
     curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
     words = in_words(curves, "a sample of 50 characters in a line, and some more " * 40)
     weighted = Certificate(
@@ -247,7 +231,7 @@ def test_nothing_that_is_drawn_is_clipped(tmp_path: Path) -> None:
         assert all(inside.contains(*corner) for corner in axes.get_tightbbox().corners())
 
 
-def test_values_json_has_no_number_for_become_gaps(tmp_path: Path) -> None:
+def test_values_json_has_no_number_for_become_gaps(tmp_path) -> None:
     steps, values = read_curves(write_metrics(tmp_path / "metrics.jsonl"))[
         "inverse/reconstruction_max"
     ]

@@ -31,9 +31,7 @@ def test_bytes_are_shown_as_the_characters_that_they_are() -> None:
         ("한글", "한글", "✓✓", ["한글", "한글", "✓ ✓ "]),
     ],
 )
-def test_marks_stand_below_their_characters(
-    text: str, recovered: str, marks: str, rows: list[str]
-) -> None:
+def test_marks_stand_below_symbols(text: str, recovered: str, marks: str, rows: list[str]) -> None:
     assert list(lines_of(text, recovered, marks)) == [(len(text), rows)]
 
 

@@ -21,19 +21,19 @@ def trained(folder: Path, until: int | None = None) -> Path:
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory) -> Path:
     """A folder with a text and a run of six steps that was never interrupted."""
     return trained(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="session")
-def half_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def half_way(tmp_path_factory) -> Path:
     """The same, stopped after four steps."""
     return trained(tmp_path_factory.mktemp("half"), until=4)
 
 
 @pytest.fixture
-def stopped_run(half_way: Path, tmp_path: Path) -> Path:
+def stopped_run(half_way: Path, tmp_path) -> Path:
     """A copy of the run that was stopped, on the very text."""
     shutil.copytree(half_way, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "a" / "checkpoints").iterdir():

@@ -54,7 +54,7 @@ def save(folder: Path, step: int) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return tmp_path / "checkpoints"
 
 
@@ -104,7 +104,7 @@ def killed_while_saving(folder: Path, at: int) -> tuple[bool, int]:
 
 
 def test_a_process_killed_anywhere_in_a_save_leaves_the_newest_or_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ) -> None:
     memory = Path("/dev/shm")
     if memory.is_dir() and memory.stat().st_dev != tmp_path.stat().st_dev:
@@ -132,9 +132,7 @@ def test_a_process_killed_anywhere_in_a_save_leaves_the_newest_or_the_one_before
     assert killed >= 40
 
 
-def test_files_reach_the_disk_before_their_name_and_the_manifest_last(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_reach_the_disk_before_names_and_manifest_last(folder: Path, monkeypatch) -> None:
     order = []
     write, sync, rename = directory.write_new, directory.sync_folder, os.rename
     monkeypatch.setattr(directory, "write_new", lambda p, c: (write(p, c), order.append(p.name)))
@@ -208,9 +206,7 @@ def test_a_step_saved_twice_keeps_both_and_the_second_is_the_newer(folder: Path)
         (".", "elsewhere/checkpoints/link"),
     ],
 )
-def test_results_go_to_the_runs_folder_however_the_checkpoint_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand: str, name: str
-) -> None:
+def test_results_go_to_the_runs_folder(tmp_path, monkeypatch, stand: str, name: str) -> None:
     (tmp_path / "run").mkdir()
     saved = tmp_path / "run" / "checkpoints" / save(tmp_path / "run" / "checkpoints", 4)
     (tmp_path / "elsewhere" / "checkpoints").mkdir(parents=True)
@@ -221,9 +217,7 @@ def test_results_go_to_the_runs_folder_however_the_checkpoint_is_named(
     assert evaluation.parent.samefile(tmp_path / "run")
 
 
-def test_results_lie_beside_a_checkpoint_outside_a_run_and_in_a_run_with_links(
-    tmp_path: Path,
-) -> None:
+def test_results_lie_beside_a_checkpoint_outside_a_run_and_in_a_run_with_links(tmp_path) -> None:
     alone = open_checkpoint(tmp_path / save(tmp_path, 4)).evaluation
     assert alone == tmp_path.resolve() / "step-00000004.evaluation.json"
     for folder in ("run", "disk"):
@@ -241,7 +235,7 @@ MEGABYTES = 400  # that all attempts together may take; the smallest bomb here h
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(tmp_path_factory) -> Path:
     """A good checkpoint, as a run would have left it."""
     torch.manual_seed(1)
     vocabulary = Vocabulary.from_text("abcdefgh")
@@ -250,7 +244,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def victim(good: Path, tmp_path: Path) -> Path:
+def victim(good: Path, tmp_path) -> Path:
     """A copy of it in a run folder, for an attack."""
     path = tmp_path / "run" / "checkpoints" / good.name
     shutil.copytree(good, path)
@@ -265,7 +259,7 @@ def load_everything(path: str) -> tuple[Checkpoint, CharTransformer]:
 
 @pytest.mark.parametrize("attack", [pytest.param(a, id=name) for name, a in ATTACKS.items()])
 def test_a_hostile_checkpoint_is_refused_in_one_line(
-    attack: Attack, victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    attack: Attack, victim: Path, tmp_path, monkeypatch
 ) -> None:
     for switch in ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
         monkeypatch.setenv(switch, "1")  # neither means anything here
@@ -305,7 +299,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path) -> None:
+def test_mutations_are_refused_or_harmless(good: Path, tmp_path) -> None:
     """With a new manifest a changed float is another valid checkpoint, which no check can tell.
 
     Without one, a mutation is either refused or has changed white space of the manifest alone.

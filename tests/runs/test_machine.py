@@ -2,7 +2,6 @@
 
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from invformer.training.build import build_run
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda", "auto"])
 def test_devices_that_are_not_there_are_a_configuration_error(
-    accelerator: str, monkeypatch: pytest.MonkeyPatch
+    accelerator: str, monkeypatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(accelerator == "auto"))
     config = load_config([f"trainer.accelerator={accelerator}", "trainer.devices=2"])
@@ -28,9 +27,7 @@ def test_devices_that_are_not_there_are_a_configuration_error(
     refuse_missing_requirements(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]))
 
 
-def test_more_processes_than_cores_are_refused_before_one_is_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_processes_than_cores_are_refused_before_one_is_started(monkeypatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 4)
     started: list[int] = []
     monkeypatch.setattr(launcher, "launch", started.append)
@@ -42,7 +39,7 @@ def test_more_processes_than_cores_are_refused_before_one_is_started(
 
 
 @pytest.fixture
-def refuse(tmp_path: Path) -> Callable[..., None]:
+def refuse(tmp_path) -> Callable[..., None]:
     """A run that these words ask for is refused, and has no folder."""
 
     def refuse(message: str, *words: str) -> None:
@@ -54,7 +51,7 @@ def refuse(tmp_path: Path) -> Callable[..., None]:
 
 
 def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
-    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    refuse: Callable[..., None], monkeypatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     kernel, gpu = "model.attention_kernel", "trainer.accelerator=auto"
@@ -65,7 +62,7 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_there_is_a_folder(
-    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    refuse: Callable[..., None], monkeypatch
 ) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     refuse(r"logger\.name: .*pip install", "logger.name=[csv,tensorboard]")
@@ -81,7 +78,7 @@ def test_a_logger_that_is_not_installed_is_refused_before_there_is_a_folder(
     ],
 )
 def test_threads_of_ranks_share_the_cores_that_the_container_may_use(
-    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], cores: int, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
     for name, text in files.items():
@@ -89,9 +86,7 @@ def test_threads_of_ranks_share_the_cores_that_the_container_may_use(
     assert usable_cores(tmp_path) == cores
 
 
-def test_an_installed_package_does_not_take_the_commit_of_the_repository_around_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_takes_no_commit_of_a_repository_around(tmp_path, monkeypatch) -> None:
     person = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], [*person, "commit", "-q", "--allow-empty", "-m", "a"]):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)

@@ -52,7 +52,7 @@ def folder(stopped_run: Path) -> Path:
     ids=lambda more: more[0],
 )
 def test_every_recipe_resumes_at_the_same_bits_and_ends_with_a_validation_and_a_checkpoint(
-    tmp_path: Path, more: tuple[str, ...]
+    tmp_path, more: tuple[str, ...]
 ) -> None:
     train(tmp_path, *more, "run.name=once")
     train(tmp_path, *more, until=4)
@@ -68,9 +68,7 @@ def test_every_recipe_resumes_at_the_same_bits_and_ends_with_a_validation_and_a_
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == rows
 
 
-def test_an_average_of_the_weights_changes_nothing_for_those_that_learn(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_an_average_of_weights_changes_nothing_for_those_that_learn(whole: Path, tmp_path) -> None:
     train(tmp_path, "optim.ema_decay=0.9")
     assert losses(tmp_path) == losses(whole)
     edit_json(newest(tmp_path).path, STATE, lambda s: s.pop(LEARNING))
@@ -78,9 +76,7 @@ def test_an_average_of_the_weights_changes_nothing_for_those_that_learn(
         train(tmp_path, "optim.ema_decay=0.9", "trainer.max_steps=7")
 
 
-def test_a_signal_between_the_batches_of_a_step_lets_it_end_and_costs_no_bit(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_between_the_batches_of_a_step_lets_it_end_and_costs_no_bit(tmp_path) -> None:
     dropout = ("model.head_dropout=0.2", "model.dropout=0.1")
     more = (*dropout, "trainer.accumulate=3", "monitor.enabled=false")
     train(tmp_path, *more, "run.name=once")
@@ -91,9 +87,7 @@ def test_a_signal_between_the_batches_of_a_step_lets_it_end_and_costs_no_bit(
     assert_same(tmp_path, STATE)  # where Lightning counts validations since the run was resumed
 
 
-def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_shorter_than_an_interval_is_validated_and_made_longer(tmp_path, capsys) -> None:
     train(tmp_path, "trainer.val_every=5", "trainer.max_steps=3")
     assert validated(tmp_path) == [2]
     assert "schedule" not in capsys.readouterr().out
@@ -106,9 +100,7 @@ def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer
     )
 
 
-def test_a_run_that_is_made_longer_follows_the_longer_schedule_from_its_first_new_step(
-    tmp_path: Path,
-) -> None:
+def test_a_longer_run_follows_the_longer_schedule_from_its_first_new_step(tmp_path) -> None:
     train(tmp_path, "run.name=once", "monitor.enabled=false", "trainer.max_steps=4")
     for steps in (2, 4):
         train(tmp_path, "monitor.enabled=false", f"trainer.max_steps={steps}")
@@ -118,7 +110,7 @@ def test_a_run_that_is_made_longer_follows_the_longer_schedule_from_its_first_ne
         assert rates[2] > 0
 
 
-def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path: Path) -> None:
+def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path) -> None:
     train(tmp_path, "trainer.val_every=4", "run.name=once")
     with pytest.raises(Interrupted):
         train(tmp_path, "trainer.val_every=4", stop_at=5)
@@ -128,9 +120,7 @@ def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path
     assert_same(tmp_path, STATE)
 
 
-def test_a_damaged_newest_checkpoint_costs_one_interval_and_no_bit(
-    whole: Path, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_newest_checkpoint_costs_one_interval(whole: Path, folder: Path, caplog) -> None:
     damaged = newest(folder).path / "weights.safetensors"
     damaged.write_bytes(flipped(damaged.read_bytes()))
     with caplog.at_level(logging.WARNING):
@@ -142,7 +132,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval_and_no_bit(
     assert losses(folder) == losses(whole)
 
 
-def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path) -> None:
     saved: list[str] = []
     callback, module = Checkpoints(tmp_path), Mock(spec=L.LightningModule)
     for step, bpc in enumerate([3.0, 2.0, 4.0, 2.5, math.nan]):
@@ -183,7 +173,7 @@ def test_the_same_text_at_another_path_continues_the_run(whole: Path, folder: Pa
 
 @pytest.mark.parametrize(("batch", "more"), [(3, ("monitor.flush_every=9",)), (5, ())])
 def test_a_run_whose_folder_is_renamed_ends_and_makes_nothing_at_the_old_place(
-    whole: Path, tmp_path: Path, batch: int, more: tuple[str, ...]
+    whole: Path, tmp_path, batch: int, more: tuple[str, ...]
 ) -> None:
     write_text(tmp_path)
     words = small_runs.options(tmp_path, "a", *SHORT, *more)

@@ -35,7 +35,7 @@ FREE = (
 
 @pytest.mark.parametrize("more", [FREE, ("monitor.enabled=false",)])
 def test_settings_that_change_no_trained_number_may_change(
-    whole: Path, folder: Path, more: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    whole: Path, folder: Path, more: tuple[str, ...], caplog
 ) -> None:
     train(folder, *more)
     assert (newest(folder).path / WEIGHTS).read_bytes() == (
@@ -51,7 +51,7 @@ def test_settings_that_change_no_trained_number_may_change(
 
 
 def test_settings_that_move_the_rounding_may_change_with_one_line(
-    whole: Path, folder: Path, caplog: pytest.LogCaptureFixture
+    whole: Path, folder: Path, caplog
 ) -> None:
     words = (
         "trainer.val_every=3", "trainer.checkpoint_activations=true", "trainer.num_threads=1",
@@ -72,7 +72,7 @@ CHANGED = (
 
 
 def test_on_request_a_run_goes_on_with_other_rates_batches_decay_clipping_and_dropout(
-    folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    folder: Path, caplog, capsys
 ) -> None:
     with pytest.raises(
         CheckpointError, match=r"batch_size was 8, now 4.*, or add run\.change=true"

@@ -14,12 +14,7 @@ import pytest
 from invformer.config.load import from_dict, to_yaml
 from invformer.errors import CheckpointError, InvformerError, StorageError
 from invformer.report.plots import plot_run
-from invformer.runs.files import (
-    LOCK,
-    replace_file,
-    require_lock,
-    write_json,
-)
+from invformer.runs.files import LOCK, replace_file, require_lock, write_json
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.resume import resume_point
 from invformer.runs.run_directory import RunDirectory, open_run
@@ -45,13 +40,13 @@ def continue_run(root: Path, config: dict, resume: bool = True) -> Path:
     return run.path
 
 
-def test_unnamed_runs_never_share_a_folder(tmp_path: Path) -> None:
+def test_unnamed_runs_never_share_a_folder(tmp_path) -> None:
     first, second = (open_run(tmp_path, None, "l2-ptb", True) for _ in range(2))
     assert first.path != second.path
     assert first.path.name.startswith("l2-ptb-")
 
 
-def test_a_run_is_continued_with_its_own_configuration_if_that_is_allowed(tmp_path: Path) -> None:
+def test_a_run_is_continued_with_its_own_configuration_if_that_is_allowed(tmp_path) -> None:
     begin(tmp_path)
     continue_run(tmp_path, CONFIG)
     with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.001, now 0\.002"):
@@ -61,7 +56,7 @@ def test_a_run_is_continued_with_its_own_configuration_if_that_is_allowed(tmp_pa
         continue_run(tmp_path, CONFIG, resume=False)
 
 
-def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_path: Path) -> None:
+def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_path) -> None:
     begin(tmp_path)
     (tmp_path / "a" / "config.yaml").write_text("model: {d_model: 96}\noptim: {lr: 0.001}")
     default, other = ({**CONFIG, "optim": {"lr": 1e-3, "ema_decay": d}} for d in (None, 0.9))
@@ -70,9 +65,7 @@ def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_pat
         continue_run(tmp_path, other)
 
 
-def test_the_command_that_continues_a_run_of_torchrun_is_torchrun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_that_continues_a_run_of_torchrun_is_torchrun(monkeypatch) -> None:
     assert RunDirectory(Path("a")).command == "python train.py config=a"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
@@ -82,7 +75,7 @@ def test_the_command_that_continues_a_run_of_torchrun_is_torchrun(
 
 
 @pytest.mark.parametrize("config", [None, "mod: 1", '{"mod', "[" * 1_000, os.mkfifo])
-def test_a_foreign_folder_is_refused(tmp_path: Path, config: Any) -> None:
+def test_a_foreign_folder_is_refused(tmp_path, config: Any) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("precious")
     if callable(config):
@@ -96,9 +89,7 @@ def test_a_foreign_folder_is_refused(tmp_path: Path, config: Any) -> None:
 
 
 @pytest.mark.parametrize("left", [[], [".partial-config.yaml-7"], [".lock"]])
-def test_a_folder_whose_making_was_interrupted_is_made_again(
-    tmp_path: Path, left: list[str]
-) -> None:
+def test_a_folder_whose_making_was_interrupted_is_made_again(tmp_path, left: list[str]) -> None:
     (tmp_path / "a").mkdir()
     for name in left:
         (tmp_path / "a" / name).write_text('{"model": {"d_mod')
@@ -108,9 +99,7 @@ def test_a_folder_whose_making_was_interrupted_is_made_again(
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_a_run_that_did_nothing_gives_its_name_to_another_configuration(
-    tmp_path: Path, resume: bool
-) -> None:
+def test_a_run_that_did_nothing_gives_its_name_away(tmp_path, resume: bool) -> None:
     begin(tmp_path)
     for name in ("checkpoints", "wandb"):
         (tmp_path / "a" / name).mkdir()
@@ -121,7 +110,7 @@ def test_a_run_that_did_nothing_gives_its_name_to_another_configuration(
 @pytest.mark.parametrize(
     "kept", ["metrics.jsonl", "checkpoints/step-00000001", "checkpoints/.partial-x", "notes.txt"]
 )
-def test_a_folder_with_anything_in_it_keeps_its_configuration(tmp_path: Path, kept: str) -> None:
+def test_a_folder_with_anything_in_it_keeps_its_configuration(tmp_path, kept: str) -> None:
     begin(tmp_path)
     path = tmp_path / "a"
     (path / "metrics.jsonl").write_text("")
@@ -131,7 +120,7 @@ def test_a_folder_with_anything_in_it_keeps_its_configuration(tmp_path: Path, ke
         continue_run(tmp_path, OTHER)
 
 
-def test_a_root_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_root_that_is_a_file_is_a_storage_error(tmp_path) -> None:
     (tmp_path / "root").write_text("")
     with pytest.raises(StorageError, match="cannot create a run folder"):
         open_run(tmp_path / "root", None, "x", True)
@@ -154,9 +143,7 @@ def with_damage(path: Path) -> None:
 
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("stem", ["{}", ".partial-{}-{pid}"])
-def test_nothing_is_written_through_a_link_in_a_run_folder(
-    tmp_path: Path, name: str, stem: str
-) -> None:
+def test_nothing_is_written_through_a_link_in_a_run_folder(tmp_path, name: str, stem: str) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside"
     run.mkdir()
     outside.write_text("precious")
@@ -166,9 +153,7 @@ def test_nothing_is_written_through_a_link_in_a_run_folder(
     assert outside.read_text() == "precious"
 
 
-def test_wandb_writes_nothing_through_a_link(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wandb_writes_nothing_through_a_link(tmp_path, capsys) -> None:
     (tmp_path / "wandb").symlink_to(tmp_path)
     assert open_wandb(tmp_path, mode="offline", asked={}, defaults={}) is None
     assert "wandb: a link, which is not followed; going without W&B" in capsys.readouterr().err
@@ -184,7 +169,7 @@ time.sleep(600)
 
 
 def test_a_run_is_refused_while_another_process_is_at_it_and_free_once_that_was_killed(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -201,7 +186,7 @@ def test_a_run_is_refused_while_another_process_is_at_it_and_free_once_that_was_
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_run_whose_lock_was_deleted_writes_nothing_more(tmp_path: Path, again: bool) -> None:
+def test_a_run_whose_lock_was_deleted_writes_nothing_more(tmp_path, again: bool) -> None:
     path = open_run(tmp_path, "a", "x", True).path
     write_rows(path / "metrics.jsonl", {0: {"x": 1.0}})
     require_lock(path)

@@ -21,7 +21,7 @@ from invformer.runs.run_log import read_rows
 from tests.support.small_runs import write_rows
 
 
-def test_a_resumed_run_replaces_the_rows_it_is_about_to_repeat(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_rows_it_is_about_to_repeat(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(5)) + '{"step": 5, "to')
     write_rows(path, {3: {"x": 1.0}}, first_step=3)
@@ -44,7 +44,7 @@ DAMAGES: dict[str, tuple[bytes, bytes]] = {
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_line_costs_no_other_row_and_is_kept_beside_the_file(
-    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+    tmp_path, how: str, caplog
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     damaged = LINES[12].replace(*DAMAGES[how])
@@ -57,7 +57,7 @@ def test_a_damaged_line_costs_no_other_row_and_is_kept_beside_the_file(
     assert any("no rows for steps 12 to 12" in record.getMessage() for record in caplog.records)
 
 
-def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path: Path) -> None:
+def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path) -> None:
     path, content = tmp_path / "metrics.jsonl", b"\n".join(LINES) + b"\n"
     for seed in range(60):
         place, bit = random.Random(seed).randrange(8 * len(content)) // 8, seed % 8
@@ -73,7 +73,7 @@ def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path:
         aside.unlink(missing_ok=True)
 
 
-def test_rows_written_twice_are_in_the_file_once(tmp_path: Path) -> None:
+def test_rows_written_twice_are_in_the_file_once(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([*LINES[:20], *LINES[10:]]) + b"\n")
     JsonLinesLogger(path, first_step=30)
@@ -81,7 +81,7 @@ def test_rows_written_twice_are_in_the_file_once(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path, caplog
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join(LINES[:4]) + b"\n")
@@ -99,13 +99,13 @@ def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/x")])
-def test_metrics_in_no_regular_file_are_a_storage_error(tmp_path: Path, make: Any) -> None:
+def test_metrics_in_no_regular_file_are_a_storage_error(tmp_path, make: Any) -> None:
     make(tmp_path / "metrics.jsonl")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be read"):
         JsonLinesLogger(tmp_path / "metrics.jsonl")
 
 
-def test_numbers_of_the_newest_step_join_its_row_before_it_is_written(tmp_path: Path) -> None:
+def test_numbers_of_the_newest_step_join_its_row_before_it_is_written(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     logger = JsonLinesLogger(path)
     logger.log_metrics({"x": 1.0}, 0)
@@ -157,10 +157,7 @@ def tensor_of(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
 
 
 tensors = st.builds(
-    tensor_of,
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.integers(0, 99),
+    tensor_of, st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 99)
 )
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(), st.text(), tensors

@@ -10,7 +10,7 @@ from tests.support.builders import random_tokens, scaled_model, trained_a_little
 
 
 @pytest.fixture
-def certified(monkeypatch: pytest.MonkeyPatch) -> None:
+def certified(monkeypatch) -> None:
     """A small certified model and random texts in the place of every run folder's."""
     network = trained_a_little(scaled_model()).double()
     found = TrainedModel(network, Vocabulary.from_text("abcdefghij"), TrainConfig(), {})

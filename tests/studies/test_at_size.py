@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> Options:
+def full(tmp_path) -> Options:
     """A call on a GPU with both texts."""
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").write_text("the <unk> of N \n" * 200)
@@ -68,9 +67,7 @@ def test_the_plan_takes_in_order_what_fits_and_leaves_what_could_not_be_timed() 
     assert fitting(seconds, -1) == []  # type: ignore[arg-type, comparison-overlap]
 
 
-def test_a_later_call_measures_what_is_missing_and_tells_what_still_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_call_measures_what_is_missing(tmp_path, monkeypatch) -> None:
     asked: list[str] = []
 
     def measured(case: Case, device: torch.device) -> Result:

@@ -69,9 +69,7 @@ def norm_of(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_truth_is_the_dense_jacobians_and_no_bound_is_below_it(
-    kind: Kind, biased: bool
-) -> None:
+def test_the_truth_is_dense_and_no_bound_is_below_it(kind: Kind, biased: bool) -> None:
     layer = layer_of(kind, biased=biased)
     x = torch.tensor([0.1, 0.5, 1.0, 2.0, 4.0])[:, None, None] * torch.randn(5, 6, 6)
     with torch.no_grad():
@@ -127,9 +125,7 @@ def test_at_equal_loss_a_path_is_followed_until_it_leaves_the_allowed_loss() -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sensitivity_regulariser_lowers_what_it_measures_and_the_true_constant(
-    kind: Kind,
-) -> None:
+def test_the_sensitivity_regulariser_lowers_the_true_constant(kind: Kind) -> None:
     words = ("num_steps=60", "weights=[1]", "lr=0.02", "batch_size=8")
     found = {}
     for name in ("none", "sensitivity"):

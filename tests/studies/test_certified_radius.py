@@ -55,9 +55,7 @@ def test_an_attack_beats_a_radius_of_a_constant_too_small_and_none_that_is_certi
     assert flips[1] > 0
 
 
-def test_for_a_linear_head_alone_the_radius_is_the_distance_to_the_boundary(
-    model: CharTransformer,
-) -> None:
+def test_the_radius_of_a_linear_head_is_the_distance_to_a_border(model: CharTransformer) -> None:
     z = torch.randn(3, 4, model.head.in_features)
     logits, w = model.head(z), model.head.weight
     correct = torch.ones(3, 4, dtype=torch.bool)

@@ -67,9 +67,7 @@ def test_no_better_than_single_characters_counts_as_failed() -> None:
         ({"l2": {18: 1}, "contractive": {18: 0}}, "not in the paper"),
     ],
 )
-def test_the_verdict_follows_who_failed_beyond_ten_layers(
-    failed: dict[Kind, dict[int, bool]], outcome: str
-) -> None:
+def test_the_verdict_follows_failures(failed: dict[Kind, dict[int, bool]], outcome: str) -> None:
     assert Summary([], *claims(failed)).outcome.startswith(outcome)
 
 

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,7 +82,7 @@ def test_areas_and_thresholds_are_those_of_counting() -> None:
     assert threshold(healthy[:10]) == 9
 
 
-def test_a_rise_of_twice_the_mean_is_where_lightning_stops_a_training(tmp_path: Path) -> None:
+def test_a_rise_of_twice_the_mean_is_where_lightning_stops_a_training(tmp_path) -> None:
     draw, fabric = random.Random(2), Fabric(accelerator="cpu", devices=1)
     for _ in range(20):
         losses = [draw.uniform(0.5, 1) * draw.choice([1] * 9 + [3]) for _ in range(3 * WINDOW)]

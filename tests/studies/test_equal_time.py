@@ -1,7 +1,6 @@
 """Equal time: what nanoGPT is made of, how minutes become steps, and who is beside whom."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -34,9 +33,7 @@ def test_the_kinds_whose_losses_are_compared_are_of_one_size() -> None:
     assert max(sizes) < 1.01 * min(sizes)
 
 
-def test_minutes_become_steps_of_each_kind_at_the_times_that_the_folder_keeps(
-    tmp_path: Path,
-) -> None:
+def test_minutes_become_steps_of_each_kind_at_the_times_that_the_folder_keeps(tmp_path) -> None:
     seconds = {KINDS["nanogpt"]: 0.05, KINDS["twin"]: 0.1}
     (tmp_path / "seconds.json").write_text(json.dumps(seconds))
     kinds = ["nanogpt", "nanogpt_tuned", "twin"]

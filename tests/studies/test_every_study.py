@@ -77,9 +77,7 @@ def words_in(folder: Path, name: str) -> list[str]:
 
 
 @pytest.fixture
-def _small(
-    monkeypatch: pytest.MonkeyPatch, command: Callable[..., int], without_plots: None
-) -> None:
+def _small(monkeypatch, command: Callable[..., int], without_plots: None) -> None:
     """No large matrices and no new processes: these are tested beside their studies."""
 
     def call(program: str, *words: str) -> None:
@@ -98,9 +96,7 @@ def _small(
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_study_measures_once_and_leaves_rows_a_figure_and_a_verdict(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_leaves_rows_and_a_verdict(name: str, tmp_path, capfd) -> None:
     torch.set_default_dtype(torch.float32)
     study, out = importlib.import_module(f"studies.{name}").STUDY, tmp_path / "out"
     argv = [*words_in(tmp_path, name), f"out={out}", "num_threads=1"]
@@ -154,8 +150,8 @@ def test_every_study_has_valid_options_and_columns_of_different_names(name: str)
     ],
 )
 def test_impossible_options_are_refused_in_one_line(
-    name: str, words: str, code: int, message: str, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, words: str, code: int, message: str, tmp_path,
+    capsys,
 ) -> None:  # fmt: skip
     study = importlib.import_module(f"studies.{name}").STUDY
     try:

@@ -38,9 +38,7 @@ def _nothing_is_kept() -> Iterator[None]:
     [("dot_product", True), ("dot_product", False), ("l2", True), ("l2", False),
      ("contractive_l2", True)],
 )  # fmt: skip
-def test_the_constant_of_a_layer_is_a_dense_singular_value(
-    attention: AttentionName, causal: bool
-) -> None:
+def test_a_constant_is_a_dense_singular_value(attention: AttentionName, causal: bool) -> None:
     case = Case(part=attention, layer=1, causal=causal, num_tokens=4, num_sequences=2, seed=0)
     found = measure(case, CPU)
     model, text = growth.model_and_text("", attention, 0)
@@ -115,7 +113,7 @@ def naive_attack(x: Tensor, layer: tuple[Tensor, ...], attacked: str, causal: bo
 @pytest.mark.parametrize("attacked", ["head", "heads", "layer"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_an_attacked_layer_has_its_dense_constant(
-    attacked: growth.Attacked, causal: bool, monkeypatch: pytest.MonkeyPatch
+    attacked: growth.Attacked, causal: bool, monkeypatch
 ) -> None:
     monkeypatch.setattr(growth, "GPT2_WIDTH", 12)
     monkeypatch.setattr(growth, "GPT2_HEADS", 3)
@@ -165,9 +163,7 @@ def cases_of_a_run(folder: Path) -> list[Case]:
     return cases(Options(checkpoint=str(folder), num_sequences=2, **sizes))
 
 
-def test_a_trained_model_of_ours_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trained_model_of_ours_is_measured(tmp_path, capsys) -> None:
     saved = Saved(tmp_path, "model.num_layers=2")
     saved.save()
     chosen = cases_of_a_run(tmp_path)

@@ -22,9 +22,7 @@ def moving_only(*arguments: torch.Tensor) -> castin.MassSplitting:
     return found._replace(splitting=torch.zeros_like(found.splitting))
 
 
-def test_brute_force_sees_splitting_left_out_and_a_wrong_query_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_brute_force_sees_splitting_left_out_and_a_wrong_query_block(monkeypatch) -> None:
     whole = castin.from_blocks
     half = lambda blocks, own, mass: whole(blocks, own / 2, mass)  # noqa: E731
     with monkeypatch.context() as patch:
@@ -37,10 +35,7 @@ def test_brute_force_sees_splitting_left_out_and_a_wrong_query_block(
 def test_splitting_pays_on_a_few_percent_of_the_plane_and_never_for_distances() -> None:
     dot = measure(Case("grid", "dot_product", -1.0, 1.0, 31, 0), CPU)
     assert 100 * dot.share == pytest.approx(2.7, abs=0.05)
-    for case in (
-        Case("grid", "dot_product", 1.0, 1.0, 31, 0),
-        Case("grid", "l2", 1.0, 1.0, 31, 0),
-    ):
+    for case in (Case("grid", "dot_product", 1.0, 1.0, 31, 0), Case("grid", "l2", 1.0, 1.0, 31, 0)):
         assert measure(case, CPU).share == 0
 
 
@@ -78,7 +73,5 @@ def test_a_disagreement_is_not_called_reproduced() -> None:
         (0.0, 0.9, "not reproduced"),
     ],
 )
-def test_without_areas_where_splitting_pays_the_claim_is_not_reproduced(
-    share: float, gain: float, outcome: str
-) -> None:
+def test_the_claim_needs_areas_in_which_it_pays(share: float, gain: float, outcome: str) -> None:
     assert verdict_with("grid", "dot_product", share=share, gain=gain) == outcome

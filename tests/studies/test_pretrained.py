@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def tokenizer() -> "transformers.PreTrainedTokenizerFast":
 
 
 @pytest.fixture(params=["gpt2", "bert"])
-def saved(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+def saved(request, tmp_path) -> dict[str, str]:
     """The options for a model and a text on disk."""
     torch.manual_seed(0)
     if request.param == "gpt2":
@@ -48,9 +47,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     return {"pretrained": str(tmp_path / request.param), "text": str(tmp_path / "text.txt")}
 
 
-def test_every_attention_and_block_has_its_dense_constant_masked_and_unmasked(
-    saved: dict[str, str],
-) -> None:
+def test_every_attention_and_block_has_its_dense_constant(saved: dict[str, str]) -> None:
     is_bert = saved["pretrained"].endswith("bert")
     parts = ["attention", "attention.self", BLOCK] if is_bert else ["attn", BLOCK]
     chosen = cases(Options(**saved, sizes=[5], num_sequences=1))
@@ -89,9 +86,7 @@ def test_the_products_are_those_of_difference_quotients(saved: dict[str, str]) -
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_the_study_writes_a_row_for_every_module_and_a_verdict(
-    saved: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_study_has_a_row_for_every_module(saved: dict[str, str], tmp_path) -> None:
     words = [f"{key}={value}" for key, value in saved.items()]
     words += ["sizes=[4,6,8,32]", "num_sequences=1", f"out={tmp_path / 'out'}"]
     assert main(growth.STUDY, words) == 0
@@ -113,9 +108,7 @@ def test_the_verdict_is_about_attention_modules(exponent: float, outcome: str) -
     assert growth.summarise(rows).outcome == outcome
 
 
-def test_a_mistake_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text(WORDS)
     (tmp_path / "empty").mkdir()

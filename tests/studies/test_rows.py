@@ -1,8 +1,6 @@
 import math
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +19,7 @@ numbers = st.floats(allow_nan=False)
     history=st.lists(numbers),
 )
 def test_rows_come_back_from_the_file_exactly(
-    tmp_path_factory: pytest.TempPathFactory, number: int, offset: float, label: str | None,
+    tmp_path_factory, number: int, offset: float, label: str | None,
     square: float, history: list[float],
 ) -> None:  # fmt: skip
     path = tmp_path_factory.mktemp("rows") / "rows.csv"
@@ -34,7 +32,7 @@ def test_rows_come_back_from_the_file_exactly(
     assert table.read() == {case: row, replace(case, number=number + 1): row}
 
 
-def test_nan_is_written_and_read_as_nan(tmp_path: Path) -> None:
+def test_nan_is_written_and_read_as_nan(tmp_path) -> None:
     table = RowFile(tmp_path / "rows.csv", Case, Result)
     table.read()
     table.append(Case(1, 0.0, "odd", None), Measured(Result(math.nan, [math.inf]), 0.0, "", ""))

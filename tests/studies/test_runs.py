@@ -1,7 +1,6 @@
 """Commands that a study runs."""
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_a_study_stops_the_run_that_it_waits_for_first(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, tmp_path, monkeypatch
 ) -> None:
     (tmp_path / "run.py").write_text(PROGRAM)
     monkeypatch.setattr(runs, "ROOT", tmp_path)

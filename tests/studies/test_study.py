@@ -87,7 +87,7 @@ def options_in(folder: Path, *words: str) -> Options:
     return load_config([f"out={folder}", *words], Options)
 
 
-def test_a_study_leaves_its_rows_a_figure_and_a_verdict(tmp_path: Path) -> None:
+def test_a_study_leaves_its_rows_a_figure_and_a_verdict(tmp_path) -> None:
     summary = run(Squares().study(), options_in(tmp_path))
     assert summary.findings == [(True, "1.0, 4.0, 9.0")]
     assert {f.name for f in tmp_path.iterdir()} == {"rows.csv", "test_study.png", "result.json"}
@@ -96,9 +96,7 @@ def test_a_study_leaves_its_rows_a_figure_and_a_verdict(tmp_path: Path) -> None:
     assert result["table"][0] == {"number": 1, "square": 1.0, "paper": None}
 
 
-def test_ctrl_c_keeps_the_finished_rows_and_the_next_start_does_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_keeps_the_finished_rows_and_the_next_start_does_the_rest(tmp_path, capsys) -> None:
     argv = [f"out={tmp_path}"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the study hears it
     assert main(Squares(stop_at=3).study(), argv) == 130
@@ -112,7 +110,7 @@ def test_ctrl_c_keeps_the_finished_rows_and_the_next_start_does_the_rest(
     assert "verdict: reproduced" in capsys.readouterr().out
 
 
-def test_an_error_in_a_case_keeps_the_rows_before_it_and_its_own_exit_code(tmp_path: Path) -> None:
+def test_an_error_in_a_case_keeps_the_rows_before_it_and_its_own_exit_code(tmp_path) -> None:
     argv = [f"out={tmp_path}"]
     assert main(Squares(2, CertificateViolation).study(), argv) == 6
     second = Squares()
@@ -120,9 +118,7 @@ def test_an_error_in_a_case_keeps_the_rows_before_it_and_its_own_exit_code(tmp_p
     assert second.measured == [2, 3]
 
 
-def test_other_options_add_rows_and_are_never_mixed_with_the_old_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_options_add_rows_and_are_never_mixed_with_the_old_ones(tmp_path, capsys) -> None:
     run(Squares().study(), options_in(tmp_path))
     other = Squares()
     summary = run(other.study(), options_in(tmp_path, "offset=0.5", "numbers=[2]"))
@@ -133,7 +129,7 @@ def test_other_options_add_rows_and_are_never_mixed_with_the_old_ones(
 
 
 @pytest.mark.parametrize("missing", [1, 20])
-def test_a_torn_last_line_is_measured_again(tmp_path: Path, missing: int) -> None:
+def test_a_torn_last_line_is_measured_again(tmp_path, missing: int) -> None:
     run(Squares().study(), options_in(tmp_path))
     rows = tmp_path / "rows.csv"
     rows.write_bytes(rows.read_bytes()[:-missing])
@@ -143,7 +139,7 @@ def test_a_torn_last_line_is_measured_again(tmp_path: Path, missing: int) -> Non
     assert len(rows.read_text().splitlines()) == 4
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_named(tmp_path) -> None:
     run(Squares().study(), options_in(tmp_path))
     rows = tmp_path / "rows.csv"
     lines = rows.read_text().splitlines()
@@ -152,16 +148,14 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         run(Squares().study(), options_in(tmp_path))
 
 
-def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_7(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_7(tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("")
     assert main(Squares().study(), [f"out={tmp_path / 'file' / 'below'}"]) == 7
     assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"\xff\xfe\x00\n"])
-def test_a_file_that_is_no_table_of_its_rows_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_table_of_its_rows_is_refused(tmp_path, content: bytes) -> None:
     (tmp_path / "rows.csv").write_bytes(content)
     with pytest.raises(StorageError, match=r"rows\.csv has other columns"):
         run(Squares().study(), options_in(tmp_path))
@@ -169,12 +163,7 @@ def test_a_file_that_is_no_table_of_its_rows_is_refused(tmp_path: Path, content:
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["numbers=[1, 10]", "out=a folder"],
-        ["offset=0.5", "text.name=it's", "seed=3"],
-    ],
+    "argv", [[], ["numbers=[1, 10]", "out=a folder"], ["offset=0.5", "text.name=it's", "seed=3"]]
 )
 def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
     options = load_config(argv, Options)
@@ -184,7 +173,7 @@ def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
     assert len(words) == len(argv)
 
 
-def test_a_signal_ends_a_study_in_one_line_and_its_own_code(tmp_path: Path) -> None:
+def test_a_signal_ends_a_study_in_one_line_and_its_own_code(tmp_path) -> None:
     words = [f"out={tmp_path}", "num_steps=1000000", "num_threads=1"]
     study = subprocess.Popen(
         [sys.executable, "-m", "studies.tightness", *words], stderr=subprocess.PIPE, text=True
@@ -197,9 +186,7 @@ def test_a_signal_ends_a_study_in_one_line_and_its_own_code(tmp_path: Path) -> N
     assert error == "error: stopped by SIGTERM\n"  # before the first row
 
 
-def test_the_list_has_every_study_with_its_line_and_names_the_one_that_was_meant(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_list_has_every_study_with_its_line_and_names_the_one_that_was_meant(capsys) -> None:
     assert listing.main([]) == 0
     out = capsys.readouterr().out
     for name, line in STUDIES.items():

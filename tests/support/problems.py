@@ -211,11 +211,7 @@ def random_problem(
 
 
 def two_sided_problem(
-    num_tokens: int,
-    gap: float,
-    num_heads: int = 1,
-    d_head: int = 1,
-    bias: float = 0.0,
+    num_tokens: int, gap: float, num_heads: int = 1, d_head: int = 1, bias: float = 0.0
 ) -> AttentionProblem:
     """The witness: last token at 0, half of the others at +r, half at −r, s = r²‖W^Q‖²/√d = gap.
 

@@ -14,15 +14,7 @@ import invformer
 from invformer.errors import CertificateViolation, CheckpointError, InvformerError
 from invformer.runs.checkpoint import MANIFEST, MODEL, WEIGHTS, read_checkpoint
 from invformer.training.module import CharLanguageModel
-from tests.runs.hostile import (
-    edit_json,
-    edited,
-    first,
-    put,
-    replaced,
-    set_key,
-    with_weights,
-)
+from tests.runs.hostile import edit_json, edited, first, put, replaced, set_key, with_weights
 from tests.support.saved_runs import Saved, evaluated
 
 pytestmark = pytest.mark.usefixtures("single_precision")
@@ -30,7 +22,7 @@ LOGGER = ("logger.entity=somebody", "logger.notes=secret", "run.root=/home/me")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     """A run that was never trained, of a model in the default norm."""
     torch.set_default_dtype(torch.float32)
     folder = tmp_path_factory.mktemp("run")
@@ -39,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[None, 4])
-def whole(run: Path, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Path:
+def whole(run: Path, tmp_path_factory, request) -> Path:
     """Its export, with and without rounding."""
     folder = tmp_path_factory.mktemp("whole") / "shared"
     invformer.load(run).export(folder, bits=request.param)
@@ -47,7 +39,7 @@ def whole(run: Path, tmp_path_factory: pytest.TempPathFactory, request: Any) -> 
 
 
 @pytest.fixture
-def exported(whole: Path, tmp_path: Path) -> Path:
+def exported(whole: Path, tmp_path) -> Path:
     """A copy of it."""
     return shutil.copytree(whole, tmp_path / "shared")
 
@@ -64,9 +56,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def test_an_export_has_the_weights_of_the_run_and_may_be_exported_again(
-    run: Path, exported: Path, tmp_path: Path
-) -> None:
+def test_an_export_has_the_weights_and_exports_again(run: Path, exported: Path, tmp_path) -> None:
     model = invformer.load(exported)
     if "weight_bits" not in model.metadata:
         assert_equal(weights_of(exported), weights_of(run))
@@ -78,9 +68,7 @@ def test_an_export_has_the_weights_of_the_run_and_may_be_exported_again(
 
 
 @not_rounded
-def test_an_export_names_no_account_folder_or_run_of_the_tracker(
-    exported: Path, run: Path, tmp_path: Path
-) -> None:
+def test_an_export_names_no_account_folder_or_run(exported: Path, run: Path, tmp_path) -> None:
     tracked = shutil.copytree(run, tmp_path / "tracked")
     for path in (tracked / "checkpoints").iterdir():
         edit_json(path, MODEL, lambda m: m.update(wandb_run_id="abc123", wandb={"id": "abc123"}))
@@ -97,7 +85,7 @@ def test_an_export_of_0_1_is_refused_by_its_version(exported: Path) -> None:
 
 
 def test_the_evaluation_of_a_model_that_was_in_the_folder_before_is_not_taken(
-    run: Path, tmp_path: Path, command: Callable[..., int]
+    run: Path, tmp_path, command: Callable[..., int]
 ) -> None:
     few = ("evaluate.lipschitz_sequences=0", "evaluate.inversion_sequences=0")
     exported = tmp_path / "shared"
@@ -109,9 +97,7 @@ def test_the_evaluation_of_a_model_that_was_in_the_folder_before_is_not_taken(
         assert invformer.load(exported).evaluation is not None
 
 
-def test_an_export_killed_anywhere_is_no_model_and_the_same_export_completes_it(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_killed_anywhere_is_completed_later(run: Path, tmp_path, monkeypatch) -> None:
     model, write = invformer.load(run), Path.write_bytes
     for count in range(4):
         left = [write] * count
@@ -195,7 +181,7 @@ def test_a_certificate_that_the_weights_do_not_have_is_refused(exported: Path) -
 
 @not_rounded
 def test_a_path_that_an_export_names_is_read_only_if_it_is_the_text_of_the_training(
-    exported: Path, tmp_path: Path, run: Path
+    exported: Path, tmp_path, run: Path
 ) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("1 and 1 is 2; the password is 3; " * 100)
@@ -213,9 +199,7 @@ def test_a_path_that_an_export_names_is_read_only_if_it_is_the_text_of_the_train
 
 
 @not_rounded
-def test_the_lightning_module_opens_our_folders_without_arguments(
-    run: Path, exported: Path, tmp_path: Path
-) -> None:
+def test_the_lightning_module_opens_our_folders(run: Path, exported: Path, tmp_path) -> None:
     for source in (run, exported):
         module = CharLanguageModel.load_from_checkpoint(source)
         assert_equal(module.model.state_dict(), weights_of(source))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     """A tiny trained run."""
     return tiny_run(tmp_path_factory.mktemp("trained"))
 
@@ -75,9 +75,7 @@ def test_a_forward_pass_that_cancels_is_assumed_to_round_more() -> None:
     assert 2**-16 * z[0].abs().max() < rounded < model.assumed_rounding(z[0]) < 100 * rounded
 
 
-def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is(run: Path, caplog) -> None:
     model = invformer.load(run)
     found = model.invert(model.encode("1 ï 2"))
     assert "1 of 5 characters are not in the vocabulary" in caplog.text
@@ -85,9 +83,7 @@ def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is(
     assert found.proven == (True, True, False, True, True)
 
 
-def test_wrong_states_texts_and_paths_are_refused(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_states_texts_and_paths_are_refused(run: Path, monkeypatch) -> None:
     monkeypatch.chdir(run.parent)
     model = invformer.load(run)
     with pytest.raises(DataError, match=r"states have the shape \(3, 5\), not \(tokens, 24\)"):

@@ -10,13 +10,7 @@ from invformer.errors import NonFiniteError
 from invformer.nn import certify, enforce, residual
 from invformer.nn.residual import FoldedWeights
 from invformer.weights.scaling import INITIAL_OUTPUT_DEVIATION
-from tests.support.builders import (
-    SEQ_LEN,
-    WIDTH,
-    random_tokens,
-    scaled_model,
-    trained_a_little,
-)
+from tests.support.builders import SEQ_LEN, WIDTH, random_tokens, scaled_model, trained_a_little
 from tests.support.problems import dense_jacobian
 
 MODELS = [
@@ -110,9 +104,7 @@ def test_under_autocast_weights_are_folded_too_for_the_same_function(options: di
     torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
 
 
-def test_under_autocast_gradients_are_added_as_it_would_add_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_autocast_gradients_are_added_as_it_would_add_them(monkeypatch) -> None:
     model, tokens = scaled_model().float(), random_tokens(2)
 
     def gradients() -> tuple[torch.Tensor, ...]:
