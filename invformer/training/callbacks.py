@@ -31,11 +31,15 @@ class Speed(L.Callback):
 
     every: int  # optimiser steps
     characters: int = field(default=0, init=False)
-    since: float = field(default=0.0, init=False)
+    since: float | None = field(default=None, init=False)  # None: the clock stands still
+
+    def on_train_start(self, *_: Any, **__: Any) -> None:
+        """Nothing is counted yet."""
+        self.characters, self.since = 0, None
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        """Start the clock with the first batch, and after every record."""
-        if self.characters == 0:
+        """Start the clock with the first batch, and again after a validation."""
+        if self.since is None:
             self.since = time.perf_counter()
 
     def on_train_batch_end(
@@ -49,13 +53,15 @@ class Speed(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record, so that the clock stands still until training goes on."""
         self.record(trainer)
+        self.since = None
 
     def record(self, trainer: L.Trainer) -> None:
-        """Record the rate since the clock was started."""
-        if self.characters:
-            rate = self.characters / (time.perf_counter() - self.since)
+        """Record the rate since the last record; waiting for a GPU afterwards is the next one's."""
+        now = time.perf_counter()
+        if self.characters and self.since is not None:
+            rate = self.characters / (now - self.since)
             record(trainer, trainer.global_step - 1, {"perf/characters_per_second": rate})
-        self.characters = 0
+        self.characters, self.since = 0, now
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from invformer.errors import CertificateViolation
+from invformer.training.callbacks import Speed
 from invformer.training.rows import Rows, record, rows_of, to_host
 
 BRANCH = "lipschitz_branches/block_00/attention"
@@ -59,3 +60,33 @@ def test_an_estimate_above_its_bound_stops_the_run_and_keeps_the_evidence(
     assert error.value.exit_code == 6
     evidence = json.loads((tmp_path / "violation.json").read_text())
     assert evidence == {"step": 7, "row": row, "probe": [[1, 2, 3]]}
+
+
+def test_time_between_records_counts_and_that_of_validations_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    speed, trainer = Speed(every=2), trainer_with()
+    trainer.world_size, trainer.accumulate_grad_batches, trainer.is_last_batch = 1, 1, False
+    trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_idx=0))
+    batch = (torch.zeros(4, 25),)
+
+    def step(number: int, seconds: float) -> None:
+        trainer.global_step = number
+        speed.on_train_batch_start()
+        now[0] += seconds
+        speed.on_train_batch_end(trainer, None, None, batch, number)
+
+    speed.on_train_start()
+    for number in (1, 2):
+        step(number, 1.0)
+    now[0] += 8.0  # waiting for the device, which computes what was only sent to it
+    for number in (3, 4):
+        step(number, 1.0)
+    speed.on_validation_start(trainer, Any)
+    now[0] += 100.0
+    for number in (5, 6):
+        step(number, 1.0)
+    rates = [row["perf/characters_per_second"] for row in rows_of(trainer).pending.values()]
+    assert rates == [100.0, 20.0, 100.0]
