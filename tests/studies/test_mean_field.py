@@ -1,21 +1,121 @@
+"""Dot-product attention: its bounds on balls, mean-field statements, mass that splits."""
+
 import math
 from dataclasses import replace
 
+import mpmath
 import pytest
 import torch
+from torch import Tensor
 
-from studies import mean_field
-from studies.mean_field import Case, Options, Result, cases, measure
+from studies import castin, mass_splitting, mean_field
+from studies.mass_splitting import Case, Kind, Options, cases, measure
+from tests.support.problems import dense_jacobian
+
+N, D = 5, 3
+MASS = torch.tensor([0.1, 0.4, 0.2, 0.25, 0.05], dtype=torch.float64)
+
+
+def causal(num_tokens: int = N) -> Tensor:
+    return torch.ones(num_tokens, num_tokens).tril().bool()
+
+
+VARIANTS = {"plain": {}, "masked": {"visible": causal()}, "weighted": {"mass": MASS}}
+
+
+def attention(x: Tensor, a: Tensor, v: Tensor, **options: Tensor) -> Tensor:
+    return castin.dot_product_weights(x, a, **options) @ x @ v.mT
+
+
+def local_constant(x: Tensor, a: Tensor, v: Tensor, **options: Tensor) -> float:
+    return norm(dense_jacobian(lambda z: attention(z, a, v, **options), x))
+
+
+def norm(matrix: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(matrix, 2))
+
+
+def tokens_in_ball(num_tokens: int, radius: float) -> Tensor:
+    x = torch.randn(num_tokens, D)
+    length = radius * torch.rand(num_tokens, 1).round().clamp_min(0.3)
+    return x / x.norm(dim=-1, keepdim=True) * length
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_weights_are_those_of_a_naive_loop(name: str) -> None:
+    x, a, options = torch.randn(N, D), torch.randn(D, D), VARIANTS[name]
+    seen, mass = options.get("visible", torch.ones(N, N)), options.get("mass", torch.ones(N))
+    p = torch.tensor(
+        [[seen[i, j] * mass[j] * (x[j] @ a @ x[i]).exp() for j in range(N)] for i in range(N)]
+    )
+    expected = (p / p.sum(-1, keepdim=True)).to(x)
+    torch.testing.assert_close(castin.dot_product_weights(x, a, **options), expected)
+
+
+def test_mean_field_bounds_hold_for_weighted_measures() -> None:
+    closest = 0.0
+    for i in range(80):
+        radius = 0.2 + 1.3 * (i / 80)
+        x, a, v = tokens_in_ball(2 + i % 3, radius), torch.randn(D, D), torch.randn(D, D)
+        if i % 2:
+            x, a = x[:2], -torch.eye(D)
+            x[1] = -x[0]
+        mass = torch.rand(len(x)).pow(4).clamp_min(1e-3)
+        found = castin.mass_splitting(x, mass / mass.sum(), a, v)
+        bound = castin.mean_field_bound(norm(a), norm(v), radius)
+        assert max(found) <= bound
+        closest = max(closest, float(max(found)) / bound)
+    assert closest > 0.5
+
+
+@pytest.mark.parametrize(("num_tokens", "cesaro"), [(2, 1.144), (100, 1.630)])
+def test_the_masked_mean_field_bound_needs_its_factor_two(num_tokens: int, cesaro: float) -> None:
+    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
+    true = local_constant(torch.randn(num_tokens, 1), zero, one, visible=causal(num_tokens))
+    assert true == pytest.approx(cesaro, abs=1e-3)
+    unmasked = castin.mean_field_bound(0.0, 1.0, 1.0)
+    assert unmasked < true <= castin.mean_field_bound(0.0, 1.0, 1.0, masked=True)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_mean_field_bound_is_rounded_up(masked: bool) -> None:
+    for bend in (0.1, 100.0, 350.0):
+        bound = castin.mean_field_bound(bend, 1.0, 1.0, masked=masked)
+        with mpmath.workdps(60):
+            b = mpmath.mpf(bend)
+            exact = (2 if masked else 1) * mpmath.exp(2 * b) * (1 + 3 * b)
+            assert exact <= bound <= exact * (1 + mpmath.mpf("1e-12"))
+    assert castin.mean_field_bound(400.0, 1.0, 1.0, masked=masked) == math.inf
+
+
+def test_the_multi_head_lemma_holds_and_is_exact_for_heads_that_do_not_meet() -> None:
+    x, heads = torch.randn(N, D), [(torch.randn(D, D), torch.randn(D, D)) for _ in range(3)]
+    w = torch.randn(3, D, D)
+
+    def f(z: Tensor) -> Tensor:
+        return sum((attention(z, a, v) @ w[h].mT for h, (a, v) in enumerate(heads)), 0 * z)
+
+    constants = torch.tensor([local_constant(x, a, v) for a, v in heads])
+    bound = castin.multi_head_bound(w, constants)
+    assert norm(dense_jacobian(f, x)) <= bound
+    assert bound <= (torch.linalg.matrix_norm(w, 2) * constants).sum() * (1 + 1e-5)
+    apart = castin.multi_head_bound(
+        torch.eye(6).unflatten(1, (3, 2)).transpose(0, 1), torch.tensor([3.0, 4.0, 0.0])
+    )
+    assert apart.item() == pytest.approx(5.0, rel=1e-6)
+
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[tuple[Case, Result]]:
-    return [(case, measure(case, CPU)) for case in cases(Options())]
+def rows() -> list[tuple[mean_field.Case, mean_field.Result]]:
+    return [
+        (case, mean_field.measure(case, CPU)) for case in mean_field.cases(mean_field.Options())
+    ]
 
 
-def test_all_four_statements_hold(rows: list[tuple[Case, Result]]) -> None:
+def test_all_four_statements_hold(rows: list[tuple[mean_field.Case, mean_field.Result]]) -> None:
     assert mean_field.summarise(rows).outcome == "reproduced"
     assert all(r.value > 0.02 * r.upper for c, r in rows if c.statement == "weighted")
 
@@ -31,9 +131,70 @@ def test_all_four_statements_hold(rows: list[tuple[Case, Result]]) -> None:
     ],
 )
 def test_a_statement_that_fails_is_named(
-    rows: list[tuple[Case, Result]], statement: str, wrong: dict[str, float], outcome: str
+    rows: list[tuple[mean_field.Case, mean_field.Result]],
+    statement: str,
+    wrong: dict[str, float],
+    outcome: str,
 ) -> None:
     changed = [(c, replace(r, **wrong) if c.statement == statement else r) for c, r in rows]
     summary = mean_field.summarise(changed)
     assert summary.outcome == outcome
     assert "fails:" in str(summary)
+
+
+@pytest.mark.parametrize("kind", ["dot_product", "l2"])
+def test_the_closed_form_is_brute_force_on_400_measures(kind: Kind) -> None:
+    result = measure(Case("random", kind, 0.0, 0.0, 400, 11), CPU)
+    assert result.error < 1e-10
+    assert (result.share > 0) == (kind == "dot_product")
+
+
+def moving_only(*arguments: torch.Tensor) -> castin.MassSplitting:
+    found = castin.mass_splitting(*arguments)
+    return found._replace(splitting=torch.zeros_like(found.splitting))
+
+
+def test_brute_force_sees_splitting_left_out_and_a_wrong_query_block(monkeypatch) -> None:
+    whole = castin.from_blocks
+    half = lambda blocks, own, mass: whole(blocks, own / 2, mass)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setitem(mass_splitting.CLOSED_FORMS, "dot_product", moving_only)
+        assert measure(Case("random", "dot_product", 0.0, 0.0, 400, 11), CPU).error > 1e-4
+    monkeypatch.setattr(castin, "from_blocks", half)
+    assert measure(Case("random", "l2", 0.0, 0.0, 12, 11), CPU).error > 1e-3
+
+
+def test_splitting_pays_on_a_few_percent_of_the_plane_and_never_for_distances() -> None:
+    dot = measure(Case("grid", "dot_product", -1.0, 1.0, 31, 0), CPU)
+    assert 100 * dot.share == pytest.approx(2.7, abs=0.05)
+    for case in (Case("grid", "dot_product", 1.0, 1.0, 31, 0), Case("grid", "l2", 1.0, 1.0, 31, 0)):
+        assert measure(case, CPU).share == 0
+
+
+def verdict_with(part: str, kind: Kind, **wrong: float) -> str:
+    """The outcome over small cases, with other results for one part and kind of attention."""
+    rows = []
+    for case in cases(Options(num_measures=2)):
+        case = replace(case, count=min(case.count, 9))
+        result = measure(case, CPU)
+        chosen = (case.part, case.kind) == (part, kind)
+        rows.append((case, replace(result, **wrong) if chosen else result))
+    return mass_splitting.summarise(rows).outcome
+
+
+def test_a_disagreement_is_not_called_reproduced() -> None:
+    assert verdict_with("random", "l2", error=1e-6) == "not reproduced"
+    assert verdict_with("random", "l2", error=math.nan) == "not reproduced"
+
+
+@pytest.mark.parametrize(
+    ("share", "gain", "outcome"),
+    [
+        (0.5, 1.2, "reproduced"),
+        (0.5, 1.001, "partly reproduced"),
+        (0.001, 1.2, "partly reproduced"),
+        (0.0, 0.9, "not reproduced"),
+    ],
+)
+def test_the_claim_needs_areas_in_which_it_pays(share: float, gain: float, outcome: str) -> None:
+    assert verdict_with("grid", "dot_product", share=share, gain=gain) == outcome

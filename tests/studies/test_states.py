@@ -1,9 +1,15 @@
-"""One position at a time: the states, preimages and symbols of whole texts."""
+"""Texts from states: one position at a time, damaged, steered, and maps that are inverted."""
+
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from studies.states import OUTSIDE, Prefix, decode, misfit, undoing
+from invformer.errors import ConfigurationError
+from invformer.numerics.norms import Norm
+from invformer.trained.states import perturb
+from studies import damage, invertibility, memory, quantised, states, steering
 from tests.support.builders import (
     SEQ_LEN,
     baseline,
@@ -13,6 +19,7 @@ from tests.support.builders import (
     scaled_model,
     trained_a_little,
 )
+from tests.support.problems import dense_jacobian
 
 MODELS = {
     "strictly causal": scaled_model,
@@ -28,7 +35,7 @@ def test_states_and_preimages_behind_known_symbols_are_those_of_the_whole_text(n
     with torch.enable_grad():
         model, tokens = trained_a_little(MODELS[name]()).eval(), random_tokens(3)
     x = model.embedding(tokens)
-    z, prefix = model.stack(x), Prefix(model, 3)
+    z, prefix = model.stack(x), states.Prefix(model, 3)
     for i in range(SEQ_LEN):
         one = slice(i, i + 1)
         torch.testing.assert_close(prefix.states(prefix.embed(tokens[:, one])), z[:, one])
@@ -36,16 +43,16 @@ def test_states_and_preimages_behind_known_symbols_are_those_of_the_whole_text(n
             torch.testing.assert_close(prefix.preimage(z[:, one], 1e-12), x[:, one])
         prefix.append(tokens[:, i])
     if name != "dot product":
-        torch.testing.assert_close(undoing(model)(z), x, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(states.undoing(model)(z), x, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_text_is_decoded_from_all_symbols_and_from_a_few(name: str) -> None:
     model, tokens = trained_a_little(MODELS[name]()).eval(), random_tokens(2)
     z = model.stack(model.embedding(tokens)).detach()
-    assert torch.equal(decode(model, z, None, torch.full_like(z, 1e-3)).tokens, tokens)
+    assert torch.equal(states.decode(model, z, None, torch.full_like(z, 1e-3)).tokens, tokens)
     if name != "dot product":
-        assert torch.equal(decode(model, z, 2).tokens, tokens)
+        assert torch.equal(states.decode(model, z, 2).tokens, tokens)
 
 
 def test_more_candidates_are_tried_where_known_damage_rules_out_the_first() -> None:
@@ -53,10 +60,132 @@ def test_more_candidates_are_tried_where_known_damage_rules_out_the_first() -> N
     z = model.stack(model.embedding(tokens)).detach()
     far = z + 0.3 * z.std() * torch.randn(z.shape)
     within = (far - z).abs() * 1.01
-    assert torch.equal(decode(model, far, 1, within).tokens, tokens)
-    prefix = Prefix(model, 1)
+    assert torch.equal(states.decode(model, far, 1, within).tokens, tokens)
+    prefix = states.Prefix(model, 1)
     with torch.no_grad():
-        fits = misfit(prefix, torch.arange(11)[None], far[:, :1], within[:, :1])
-    assert (fits < OUTSIDE).nonzero()[:, 1].tolist() == tokens[0, :1].tolist()
+        fits = states.misfit(prefix, torch.arange(11)[None], far[:, :1], within[:, :1])
+    assert (fits < states.OUTSIDE).nonzero()[:, 1].tolist() == tokens[0, :1].tolist()
     far[..., 0], within[..., 0] = 1e3, torch.inf  # a channel that is lost
-    assert torch.equal(decode(model, far, None, within).tokens, tokens)
+    assert torch.equal(states.decode(model, far, None, within).tokens, tokens)
+
+
+def case(kind: str, level: float, seed: int = 0) -> damage.Case:
+    return damage.Case("ours", kind, level, 2, 3, seed)
+
+
+def test_rounding_a_window_is_what_the_command_does_and_bounds_on_damage_hold() -> None:
+    z = torch.randn(2, 5, 4, dtype=torch.float64)
+    assert torch.allclose(damage.damaged(z, case("bits", 4))[0][1], perturb(z[1], 0.0, 4, 0)[0])
+    for kind, level in (("bits", 3), ("channel bits", 3), ("dropped", 2)):
+        changed, known = damage.damaged(z, case(kind, level))
+        assert ((changed - z).abs() <= known["entries_within"]).all()
+    changed, known = damage.damaged(z, case("noise", 0.5))
+    assert ((changed - z).norm(dim=-1) <= known["states_within"]).all()
+
+
+@pytest.mark.usefixtures("certified")
+def test_fine_rounding_costs_nothing_and_under_heavy_noise_nothing_proven_is_wrong() -> None:
+    clean = damage.measure(case("bits", 20), torch.device("cpu"))
+    assert clean.search == clean.few == clean.at_once == clean.proven == 1
+    worst = damage.measure(case("noise", 30, seed=1), torch.device("cpu"))
+    assert worst.search < 1
+    assert worst.wrong == worst.proven == 0
+    assert (clean.beyond_radius, worst.beyond_radius) == (0, 1)
+
+
+@pytest.mark.usefixtures("certified")
+def test_a_change_of_text_meets_texts_at_both_ends_and_no_random_one_does() -> None:
+    def farthest(vector: steering.Vector, strength: float) -> float:
+        return steering.measure(
+            steering.Case("ours", vector, strength, "a", 3, 8, 0), torch.device("cpu")
+        ).largest
+
+    assert farthest("text", 0.0) < 1e-3
+    assert farthest("text", 1.0) < 1e-3 < farthest("text", 0.5)
+    assert 1e-3 < farthest("random", 0.1) < farthest("random", 1.0)
+
+
+def test_a_mark_without_meaning_and_a_model_without_inverse_are_refused(certified: None) -> None:
+    with pytest.raises(ConfigurationError, match="mark: 'ab' is not a character"):
+        steering.Options(mark="ab")
+    with pytest.raises(ConfigurationError, match="mark: all texts or none"):
+        steering.measure(
+            steering.Case("ours", "mean difference", 1.0, "a", 3, 1, 0), torch.device("cpu")
+        )
+    with pytest.raises(ConfigurationError, match="no inverse"):
+        states.undoing(baseline())
+
+
+def test_a_certificate_that_fails_fails_the_verdict() -> None:
+    def outcome(bound: float, proven: float) -> str:
+        result = quantised.Result("certified", 1.0, 1.8, bound, 0.5, 1.0, proven)
+        return quantised.summarise([(quantised.Case("a", 4, 1, None, 0), result)]).outcome
+
+    assert outcome(0.5, 1.0) == "reproduced"
+    assert outcome(0.51, 1.0) == outcome(0.5, 0.9) == "not reproduced"
+
+
+@pytest.mark.parametrize("kind", memory.KINDS)
+def test_recomputing_by_checkpoint_or_inverse_gives_the_stored_gradient(kind: str) -> None:
+    case = memory.Case(kind, 2, "store", 2, 1, 0, None)
+    assert memory.measured(case).gradient_error == 0
+    assert memory.measured(replace(case, strategy="checkpoint")).gradient_error < 1e-6
+    assert memory.measured(replace(case, strategy="inverse")).gradient_error < 1e-3
+
+
+CPU = torch.device("cpu")
+CASE = invertibility.Case(
+    map="l2", weights="random", scale=0.9, reach=10.0, seq_len=32, d_model=32, num_heads=8,
+    batch_size=4, num_steps=60, train_steps=0, sha256="", seed=0,
+)  # fmt: skip
+RESULT = invertibility.Result([1.0, 1e-16], 1.0)
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_on_the_wide_range_dot_product_never_converges_and_l2_does(scale: float, seed: int) -> None:
+    case = replace(CASE, scale=scale, seed=seed)
+    for map in ("l2", "contractive_kim", "contractive"):
+        assert (
+            invertibility.measure(replace(case, map=map), CPU).errors[-1] <= invertibility.REACHED
+        )
+    dot_product = invertibility.measure(replace(case, map="dot_product"), CPU)
+    assert min(dot_product.errors) > 0.1
+    assert not dot_product.inverted
+
+
+def test_the_error_of_a_linear_map_falls_by_its_factor_every_step() -> None:
+    x = torch.randn(2, 3, 4)
+    errors = invertibility.reconstruction_errors(lambda x: -0.5 * x, x, 10)
+    start = 0.5 * x.abs().max().item()
+    assert errors == pytest.approx([start * 0.5**k for k in range(11)], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("map", "norm"), [("contractive_kim", "entry_max"), ("contractive", "token_max")]
+)
+def test_contractive_maps_contract_everywhere(map: invertibility.Map, norm: Norm) -> None:
+    case = replace(CASE, map=map, seq_len=6, d_model=8, num_heads=2)
+    f, factor = invertibility.random_attention(case)
+    for spread in (0.1, 1.0, 10.0):
+        x = spread * torch.randn(6, 8)
+        blocks = factor * dense_jacobian(f, x).view(6, 8, 6, 8)
+        if norm == "entry_max":
+            assert blocks.abs().sum((-1, -2)).max() <= 1
+        else:  # the sum of the blocks' spectral norms is above the operator norm
+            each = torch.linalg.matrix_norm(blocks.transpose(1, 2), 2)
+            assert each.sum(-1).max() <= 1
+
+
+def test_the_verdict_follows_the_rows() -> None:
+    dot = replace(CASE, map="dot_product")
+    failed = replace(RESULT, errors=[1.0, 1.0])
+    narrow = replace(dot, reach=1.0)
+    assert (
+        invertibility.summarise([(CASE, RESULT), (dot, failed), (narrow, RESULT)]).outcome
+        == "reproduced"
+    )
+    assert invertibility.summarise([(CASE, failed), (dot, failed)]).outcome == "not reproduced"
+    assert invertibility.summarise([(CASE, RESULT), (dot, RESULT)]).outcome == "not reproduced"
+    overflown = replace(RESULT, errors=[1.0, math.nan])
+    assert invertibility.summarise([(CASE, overflown), (dot, failed)]).outcome == "not reproduced"

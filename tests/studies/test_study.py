@@ -1,22 +1,27 @@
+"""The frame of studies: rows, signals, verdicts, runs and the list of all."""
+
 import json
 import math
-import shlex
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from invformer.config.load import command_line, load_config
+from invformer.config.load import load_config
 from invformer.config.section import Section, option
-from invformer.errors import CertificateViolation, StorageError
+from invformer.errors import CertificateViolation, InvformerError, StorageError
 from studies import __main__ as listing
+from studies import runs
 from studies.report import Summary, panels
+from studies.rows import Measured, RowFile
 from studies.study import Study, StudyOptions, main, run
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
@@ -148,29 +153,12 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path) -> None:
         run(Squares().study(), options_in(tmp_path))
 
 
-def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_7(tmp_path, capsys) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(Squares().study(), [f"out={tmp_path / 'file' / 'below'}"]) == 7
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"\xff\xfe\x00\n"])
 def test_a_file_that_is_no_table_of_its_rows_is_refused(tmp_path, content: bytes) -> None:
     (tmp_path / "rows.csv").write_bytes(content)
     with pytest.raises(StorageError, match=r"rows\.csv has other columns"):
         run(Squares().study(), options_in(tmp_path))
     assert (tmp_path / "rows.csv").read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    "argv", [[], ["numbers=[1, 10]", "out=a folder"], ["offset=0.5", "text.name=it's", "seed=3"]]
-)
-def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
-    options = load_config(argv, Options)
-    python, module, name, *words = shlex.split(command_line(options))
-    assert (python, module, name) == ("python", "-m", "tests.studies.test_study")
-    assert load_config(words, Options) == options
-    assert len(words) == len(argv)
 
 
 def test_a_signal_ends_a_study_in_one_line_and_its_own_code(tmp_path) -> None:
@@ -212,3 +200,62 @@ def test_a_study_without_a_claim_reproduces_nothing(held: list[bool | None], out
         Summary([], findings).outcome == Summary([], findings, [(True, "must")]).outcome == outcome
     )
     assert Summary([], findings, [(False, "must")]).outcome == "not reproduced"
+
+
+numbers = st.floats(allow_nan=False)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    number=st.integers(-(10**12), 10**12),
+    offset=numbers,
+    label=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\r")),
+    square=numbers,
+    history=st.lists(numbers),
+)
+def test_rows_come_back_from_the_file_exactly(
+    tmp_path_factory, number: int, offset: float, label: str | None,
+    square: float, history: list[float],
+) -> None:  # fmt: skip
+    path = tmp_path_factory.mktemp("rows") / "rows.csv"
+    case = Case(number, offset, "odd", label)
+    row = Measured(Result(square, history), 1.25, 'a "CPU", 2 threads', "abc-dirty")
+    table = RowFile(path, Case, Result)
+    assert table.read() == {}
+    table.append(case, row)
+    table.append(replace(case, number=number + 1), row)
+    assert table.read() == {case: row, replace(case, number=number + 1): row}
+
+
+def test_nan_is_written_and_read_as_nan(tmp_path) -> None:
+    table = RowFile(tmp_path / "rows.csv", Case, Result)
+    table.read()
+    table.append(Case(1, 0.0, "odd", None), Measured(Result(math.nan, [math.inf]), 0.0, "", ""))
+    (row,) = table.read().values()
+    assert math.isnan(row.result.square)
+    assert row.result.history == [math.inf]
+
+
+PROGRAM = """
+import os, signal, sys, time
+number = int(sys.argv[1])
+signal.signal(number, lambda *_: sys.exit(77))  # saved
+os.kill(os.getppid(), number)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_a_study_stops_the_run_that_it_waits_for_first(
+    number: signal.Signals, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "run.py").write_text(PROGRAM)
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    heard: list[int] = []
+    before = signal.signal(number, lambda number, frame: heard.append(number))
+    try:
+        with pytest.raises(InvformerError, match="exit code 77"):
+            runs.call("run.py", str(int(number)))
+    finally:
+        signal.signal(number, before)
+    assert heard == [number]

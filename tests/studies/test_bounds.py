@@ -1,0 +1,171 @@
+"""Bounds of attention by Kim, JaSMin and ours, against dense Jacobians and an ascent."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from invformer.branches.tied_l2 import bounds as contractive
+from invformer.branches.tied_l2.kim import paper_output_map
+from invformer.numerics import l2_attention as core
+from studies import jasmin, kim, tightness
+from studies.layer_bounds import l2_terms
+from tests.branches.attention_cases import MASKS, attention_case, logit_bias
+from tests.support.problems import (
+    AttentionProblem,
+    attention_problems,
+    dense_jacobian,
+    jacobian,
+    l2_attention,
+    norm_from_below,
+    of_one_layer,
+)
+
+
+@given(attention_problems)
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_no_dense_jacobian_exceeds_a_bound(problem: AttentionProblem) -> None:
+    w_q, log_mass = problem.w_q, problem.log_mass()
+    w_v, heads = torch.randn(w_q.shape), torch.randn(w_q.mT.shape)
+    w_o, g = heads.flatten(0, 1), paper_output_map(w_q, w_v, heads)
+    jac = jacobian(lambda x: l2_attention(x, w_q, g, problem.bias), problem.x)
+    entry_max = norm_from_below(jac, "entry_max")
+    ours = of_one_layer(contractive.entry_max_bounds, w_q, g, log_mass)
+    assert entry_max <= ours <= kim.entry_max_bound(w_q, w_v, w_o, log_mass)
+
+
+def distributions(size: int) -> Tensor:
+    """From uniform to one-hot, with ties and with zeros."""
+    logits = torch.cat([torch.randn(40, size) * scale for scale in (0.1, 1.0, 5.0, 30.0)])
+    half = torch.zeros(1, size)
+    half[0, :2] = 0.5
+    ties = torch.full((1, size), 1 / size)
+    return torch.cat([logits.softmax(-1), ties, half, torch.eye(size)[:1]])
+
+
+def eigenvalues(p: Tensor) -> Tensor:
+    """Of diag(p) − ppᵀ, the largest first."""
+    jacobian = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    return torch.linalg.eigvalsh(jacobian).flip(-1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 40])
+def test_every_eigenvalue_is_below_its_g(size: int) -> None:
+    p = distributions(size)
+    exact = eigenvalues(p)
+    for k in range(1, size + 1):
+        assert (exact[..., k - 1] <= jasmin.softmax_jacobian_bound(p, k) + 1e-15).all()
+    g1 = jasmin.softmax_jacobian_bound(p)
+    assert (g1 <= 0.5 + 1e-15).all()
+    assert (g1 <= (4 - 2 * math.sqrt(2)) * exact[..., 0] + 1e-15).all()  # the worst ratio known
+    assert (jasmin.softmax_jacobian_bound(p, size + 1) == 0).all()
+
+
+@pytest.mark.parametrize("top", [0.2, 0.5, 0.9])
+def test_g1_is_exact_for_an_equal_tail(top: float) -> None:
+    p = torch.cat([torch.tensor([top]), torch.full((4,), (1 - top) / 4)])
+    torch.testing.assert_close(jasmin.softmax_jacobian_bound(p), eigenvalues(p)[0])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_attention_bound_holds(mask: str) -> None:
+    bias = logit_bias(mask, 2, 7)
+    for scale in (0.1, 0.5, 1.0, 3.0):
+        x = scale * torch.randn(7, 4) + torch.randn(4)
+        a, w_v = torch.randn(2, 4, 4) / 2, torch.randn(2, 4, 4)
+
+        def weights(z: Tensor, a: Tensor = a) -> Tensor:
+            return (z @ a @ z.mT + bias).softmax(-1)
+
+        bound = jasmin.attention_bound(x, weights(x), a, w_v)
+        for h in range(2):
+            dense = dense_jacobian(lambda z, h=h, v=w_v: weights(z)[h] @ z @ v[h], x)
+            assert torch.linalg.matrix_norm(dense, 2) <= bound[h]
+
+
+def test_the_regulariser_is_the_formula_of_the_paper_on_the_rows_left() -> None:
+    p = torch.randn(2, 3, 6, 6).softmax(-1)
+    g1 = jasmin.softmax_jacobian_bound(p)
+    torch.testing.assert_close(jasmin.jasmin_regulariser(p), g1[..., 1:].log().mean())
+    ratio = (g1 / jasmin.softmax_jacobian_bound(p, 2)).log()
+    torch.testing.assert_close(jasmin.jasmin_regulariser(p, 2), ratio[..., 3:].mean())
+    equal = torch.full((1, 6, 6), 0.02)
+    equal[..., :4] = 0.24
+    assert float(jasmin.jasmin_regulariser(equal, 3).abs()) < 1e-12
+
+
+def test_the_query_and_key_terms_bound_what_the_weights_add_to_the_jacobian() -> None:
+    case = attention_case(3, num_tokens=8, d_model=8, num_heads=2, scale=2.0)
+
+    def reaction(x: Tensor) -> Tensor:
+        """The heads' outputs with values held fixed."""
+        weights = core.attention_weights(x.unsqueeze(-3) @ case.w_q, case.bias)
+        return (weights @ case.q).transpose(-2, -3).flatten(-2)
+
+    query, key = l2_terms(case.q, case.p, case.w_q)
+    true = torch.linalg.matrix_norm(dense_jacobian(reaction, case.x), 2)
+    assert true <= query + key <= 4 * true
+
+
+CPU = torch.device("cpu")
+UPPER = {100: 11.515, 200: 13.588, 400: 15.739, 1000: 18.682}
+REFERENCE = {100: 10.095, 200: 12.093, 400: 14.182, 1000: 17.065}
+SMALL = tightness.Case(12, 4, 60, 0)
+
+
+def test_the_row_sums_are_those_of_the_dense_jacobian() -> None:
+    x = torch.randn(7)
+    dense = dense_jacobian(core.l2_attention, x[:, None]).abs().sum(-1)
+    torch.testing.assert_close(tightness.row_sum(x.expand(7, -1), torch.arange(7)), dense)
+    assert tightness.largest_row(x) == dense.argmax()
+
+
+@pytest.mark.parametrize("num_tokens", UPPER)
+def test_the_closed_form_and_both_bounds_have_the_known_values(num_tokens: int) -> None:
+    one = torch.ones(1, 1, 1)
+    assert tightness.worst_row_sum(num_tokens) == pytest.approx(REFERENCE[num_tokens], rel=3e-4)
+    for bound in (
+        kim.entry_max_bound(one, one, one[0], kim.log_mass_of(num_tokens)),
+        of_one_layer(contractive.entry_max_bounds, one, one, kim.log_mass_of(num_tokens)),
+    ):
+        assert bound == pytest.approx(UPPER[num_tokens], abs=1e-3)
+
+
+def test_the_closed_form_is_attained_by_its_configuration() -> None:
+    num_tokens = 101  # odd: the two halves are equal
+    half = torch.ones(num_tokens // 2)
+    x = torch.cat([torch.zeros(1), half, -half]) * torch.linspace(1.5, 2.5, 2001)[:, None]
+    reached = tightness.row_sum(x, torch.zeros(len(x), dtype=torch.long))
+    assert reached.max().item() == pytest.approx(tightness.worst_row_sum(num_tokens), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seed"),
+    [
+        (100, 0),
+        (100, 5),
+        pytest.param(200, 11, marks=pytest.mark.slow),
+        pytest.param(400, 11, marks=pytest.mark.slow),
+        pytest.param(1000, 11, marks=pytest.mark.slow),
+    ],
+)
+def test_the_ascent_comes_within_a_percent_and_never_above(num_tokens: int, seed: int) -> None:
+    (case,) = tightness.cases(tightness.Options(sizes=[num_tokens], seed=seed))
+    result = tightness.measure(case, CPU)
+    assert result.lower == pytest.approx(REFERENCE[num_tokens], rel=0.01)
+    assert result.lower <= result.upper == pytest.approx(UPPER[num_tokens], rel=1e-4)
+
+
+def test_a_value_above_the_bound_is_not_called_reproduced() -> None:
+    best = tightness.worst_row_sum(SMALL.num_tokens)
+    good = tightness.Result(lower=0.999 * best, upper=best + 1)
+    assert tightness.summarise([(SMALL, good)]).outcome == "reproduced"
+    assert (
+        tightness.summarise([(SMALL, replace(good, lower=best + 1.1))]).outcome == "not reproduced"
+    )
+    assert (
+        tightness.summarise([(SMALL, replace(good, lower=0.9 * best))]).outcome == "not reproduced"
+    )

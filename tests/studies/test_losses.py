@@ -1,0 +1,155 @@
+"""Studies of losses: which runs are compared, which of them count, and the verdicts."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from invformer.assemble.model import build_model
+from invformer.config.load import load_config
+from invformer.config.schema import TrainConfig
+from studies import ablation, depth_stability, equal_time, kinds, price
+from studies.report import Summary
+from tests.support.processes import ROOT
+
+
+def row(
+    kind: str, rate: float, val: float, test: float, seed: int = 0
+) -> tuple[kinds.Case, kinds.Result]:
+    case = kinds.Case(kind, 2000, rate, seed, "", "")
+    return case, kinds.Result(1, val, test, 1.0, 1.5, 1000, None, None)
+
+
+def test_the_rate_is_chosen_on_the_validation_split_and_reported_on_the_test_split() -> None:
+    rows = [
+        row("twin", 0.01, 1.0, 1.20),
+        row("certified", 0.01, 1.0, 1.30),
+        row("certified", 0.006, 1.1, 1.10),
+    ]
+    assert [case.rate for case, _ in kinds.chosen(rows, "budget")] == [0.01, 0.01]
+    summary = price.summarise(rows)
+    assert [line.get("price") for line in summary.table] == [None, pytest.approx(0.1)]
+    assert summary.outcome == "not reproduced"
+    assert price.summarise([rows[0], row("certified", 0.01, 1.0, 1.205)]).outcome == "reproduced"
+    curves = [line.get_label() for line in price.draw(rows).axes[0].lines]
+    assert curves == ["twin", "certified", "5-gram"]
+
+
+def test_the_mean_of_all_seeds_counts() -> None:
+    rows = [row("twin", 0.01, 1.0, 1.2), row("twin", 0.01, 1.0, 1.4, seed=1)]
+    (line,) = price.summarise(rows).table
+    assert (line["test"], line["s"]) == pytest.approx((1.3, 0.1414), abs=1e-4)
+
+
+def timed_row(
+    kind: str, rate: float, val: float, test: float
+) -> tuple[equal_time.Case, kinds.Result]:
+    return equal_time.Case(kind, 100, rate, 0, "", "", 3.0), kinds.Result(
+        1, val, test, 1.0, 1.5, None, None, None
+    )
+
+
+def test_nanogpt_has_its_size_ties_its_head_and_decays_matrices_alone() -> None:
+    config = load_config([*equal_time.KINDS["nanogpt"].split(), "optim.lr=1e-3"], TrainConfig)
+    model, optimiser = equal_time.build(config, 65)
+    assert model.head.weight is model.embedding.token.weight
+    assert sum(p.numel() for p in model.parameters()) - 64 * 128 == 795_904  # it says 0.80M
+    decays = {p.dim(): g["weight_decay"] for g in optimiser.param_groups for p in g["params"]}
+    assert decays == {1: 0.0, 2: 0.1}
+
+
+def test_the_kinds_whose_losses_are_compared_are_of_one_size() -> None:
+    def size(kind: str) -> int:
+        config = load_config(equal_time.KINDS[kind].split(), TrainConfig)
+        return sum(p.numel() for p in equal_time.build(config, 51)[0].parameters())
+
+    sizes = [size(kind) for kind in kinds.KINDS]
+    assert max(sizes) < 1.01 * min(sizes)
+
+
+@pytest.mark.parametrize(("loss", "outcome"), [(1.26, "not reproduced"), (1.209, "reproduced")])
+def test_a_certified_model_stands_beside_the_best_other_one(loss: float, outcome: str) -> None:
+    tuned = [
+        timed_row("nanogpt_tuned", 0.002, 1.1, 1.1),
+        timed_row("nanogpt_tuned", 0.004, 1.0, 1.2),
+    ]
+    summary = equal_time.summarise(
+        [*tuned, timed_row("twin", 0.01, 1.0, 1.25), timed_row("certified", 0.01, 1.0, loss)]
+    )
+    assert [line["rate"] for line in summary.table] == [0.004, 0.01, 0.01]
+    assert [line["price"] for line in summary.table] == [None, None, pytest.approx(loss - 1.2)]
+    assert summary.outcome == outcome
+
+
+def configuration(name: str) -> TrainConfig:
+    return load_config(["experiment=ablation", *ablation.VARIANTS[name].split()])
+
+
+def test_every_variant_is_a_valid_recipe_and_no_two_are_the_same() -> None:
+    base = configuration("nothing")
+    found = [configuration(name) for name in ablation.VARIANTS]
+    for index, config in enumerate(found):
+        assert config not in found[:index]
+        assert (config.data, config.trainer, config.run) == (base.data, base.trainer, base.run)
+
+
+def test_the_models_that_are_compared_have_the_same_size() -> None:
+    sizes = {}
+    for name in ("nothing", "deep", "dot_product", "kernel", "dot_product_kernel"):
+        config = configuration(name)
+        model = build_model(config.model, 65, config.data.seq_len)
+        sizes[name] = sum(p.numel() for p in model.parameters())
+    assert all(abs(size / sizes["nothing"] - 1) < 0.03 for size in sizes.values())
+
+
+def test_a_variant_is_held_against_the_unchanged_model() -> None:
+    rows = [
+        (ablation.Case("nothing", "", "", 0), ablation.Result(1.1, 0.5, None)),
+        (ablation.Case("relu", "", "", 0), ablation.Result(1.5, None, None)),
+    ]
+    (base, relu) = ablation.summarise(rows).table
+    assert ablation.summarise(rows).outcome == "not in the paper"  # nothing was inverted
+    for share, outcome in ((1.0, "reproduced"), (0.99, "not reproduced")):
+        inverted = [(ablation.Case("nothing", "", "", 0), ablation.Result(1.1, 0.5, share))]
+        assert ablation.summarise(inverted).outcome == outcome
+    assert (base["nats"], base["bpc"]) == pytest.approx((1.1, 1.1 / math.log(2)))
+    assert relu["difference"] == pytest.approx(0.4)
+
+
+def test_the_page_lists_every_variant() -> None:
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    section = page.split("(ablations)\n")[1]
+    cells = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(ablation.VARIANTS)
+
+
+RESULT = depth_stability.Result(2.0, 3.0, 5, 1.0, [2.0, 1.0], [1.0, 1.0])
+
+
+def test_no_better_than_single_characters_counts_as_failed() -> None:
+    assert not RESULT.failed
+    assert replace(RESULT, val_nats=3.0).failed
+    assert replace(RESULT, val_nats=math.nan).failed
+
+
+@pytest.mark.parametrize(
+    ("failed", "outcome"),
+    [
+        ({"dot_product": {10: 0, 14: 1, 18: 1}, "l2": {18: 0}}, "reproduced"),
+        ({"dot_product": {10: 0, 18: 0}, "dot_product_post": {18: 1}, "l2": {18: 0}}, "partly"),
+        ({"dot_product": {2: 0, 14: 0, 18: 1}, "l2": {18: 0}}, "partly"),
+        ({"dot_product": {2: 1, 18: 1}, "l2": {2: 0, 18: 0}}, "partly"),
+        ({"dot_product": {18: 1}, "l2": {18: 0}}, "partly"),
+        ({"dot_product": {2: 1, 18: 0}, "l2": {2: 0, 18: 0}}, "not reproduced"),
+        ({"dot_product": {18: 1}, "l2": {18: 1}}, "not reproduced"),
+        ({"dot_product": {18: 0}, "l2": {18: 0}}, "not reproduced"),
+        ({"dot_product": {2: 1}, "l2": {2: 0}}, "not in the paper"),
+        ({"dot_product": {18: 1}, "dot_product_post": {18: 1}}, "not in the paper"),
+        ({"l2": {18: 1}, "contractive": {18: 0}}, "not in the paper"),
+    ],
+)
+def test_the_verdict_follows_failures(
+    failed: dict[depth_stability.Kind, dict[int, bool]], outcome: str
+) -> None:
+    assert Summary([], *depth_stability.claims(failed)).outcome.startswith(outcome)
