@@ -1,9 +1,8 @@
-"""How fast: steps, attention alone, whole runs and the monitor in them, a validation."""
+"""How fast: steps, whole runs and the monitor in them, a validation."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -125,32 +124,6 @@ def judged(machine: Machine, check: str, case: str, value: float, limit: float) 
     if machine.is_gpu:
         return at_most(check, case, value, limit)
     return Row(check, case, value, limit, "not run", "needs a GPU; a processor's duration")
-
-
-def attention(machine: Machine) -> Iterator[Row]:
-    """Forward and backward of L2 attention alone, by kernel: what ``auto`` should choose."""
-    from invformer.kernels.attention import attend_l2
-    from invformer.weights.position_bias import CausalMask, RelativePositionBias
-
-    for tokens in LENGTHS if machine.is_gpu else (64,):
-        for bias in (CausalMask(tokens), RelativePositionBias(6, tokens)):
-            bias = bias.to(machine.device)
-            for dtype in (torch.bfloat16, torch.float32):
-                shape = max(1, CHARACTERS // tokens) if machine.is_gpu else 1, 6, tokens, 64
-                q = torch.randn(shape, dtype=dtype, device=machine.device, requires_grad=True)
-
-                def call(kernel: Any, q: Any = q, bias: Any = bias) -> None:
-                    attend_l2(q, bias.logit_bias(q.shape[-2]), kernel).sum().backward()
-
-                for kernel in ("math", "blocked", "sdpa", "triton"):
-                    where = f"{type(bias).__name__}, {dtype}, {tokens}, {kernel}"
-                    where = where.replace("torch.", "")
-                    try:
-                        milliseconds = 1e3 * machine.seconds({"": partial(call, kernel)})[""]
-                    except Exception as error:
-                        yield failed("L2 attention", where, error)
-                        continue
-                    yield Row("L2 attention", where, milliseconds, note="ms, forward and backward")
 
 
 def validation(machine: Machine) -> Iterator[Row]:
