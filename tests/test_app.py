@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 
 import invformer
-from invformer.errors import CheckpointError
 from invformer.evaluation.result import Evaluation
 from invformer.runs.checkpoint import WEIGHTS, read_checkpoint
 from invformer.runs.encoding import pack
@@ -20,7 +19,7 @@ from invformer.runs.run_log import read_rows
 from tests.support import small_runs
 from tests.support.processes import ROOT, python
 from tests.support.saved_runs import evaluated
-from tests.support.small_runs import built, fitted, newest, write_text
+from tests.support.small_runs import fitted, newest, write_text
 
 # While Dynamo traces, it does what PyTorch warns of.
 COMPILES = (pytest.mark.slow, pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
@@ -111,14 +110,6 @@ def test_every_model_trains_and_evaluates(tmp_path, preset: str) -> None:
     assert found.text == text
     assert (found.num_steps > 0) == (preset not in BASELINES)
     assert (found.residual < 1e-3) == (preset not in {"dot_product", "l2"})  # NaN: none
-
-
-def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    run = built(options(tmp_path, "data.path=~/squares.txt", "run.root=~/runs"))
-    assert run.directory.path == tmp_path / "runs" / "a"
-    with pytest.raises(CheckpointError, match=f"^{tmp_path / 'missing'} does not exist"):
-        read_checkpoint("~/missing")
 
 
 def test_a_training_names_its_evaluation(tmp_path, command: Callable[..., int], capsys) -> None:

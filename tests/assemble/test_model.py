@@ -39,13 +39,6 @@ def test_the_mask_reaches_the_layers() -> None:
     assert not torch.allclose(*starts)
 
 
-@BOTH
-def test_the_ball_that_inputs_are_mapped_into_grows_with_the_width(name: str) -> None:
-    config = ModelConfig(name=name, d_model=16, input_radius=2.0)
-    block = build_model(config, VOCAB, 8).stack.blocks[0]
-    assert block.attention.input_radius == block.feed_forward.input_radius == 8.0
-
-
 def test_the_schema_and_the_layers_start_alike() -> None:
     for layer in (ContractiveFeedForward, BoundedAttention, ContractiveL2Attention):
         parameters = inspect.signature(layer).parameters

@@ -44,11 +44,6 @@ def refusal(*words: str, schema: type[Root] = TrainConfig) -> str:
 # --- what is accepted ----------------------------------------------------------------------------
 
 
-def test_without_arguments_the_schema_speaks_alone() -> None:
-    assert train() == TrainConfig()
-    assert evaluate() == EvaluateConfig(checkpoint=["checkpoints/a"])
-
-
 def test_single_fields_beat_groups_and_groups_beat_the_experiment_in_any_order() -> None:
     words = ["model.d_embedding=7", "model=contractive_l2_paper", "experiment=nanogpt_cpu"]
     for seed in range(6):

@@ -161,15 +161,6 @@ def test_the_proof_is_capped_by_characters_times_symbols_and_says_so(tmp_path, c
     assert "the proof tried 10 of 32 (evaluate.proof_limit)" in capsys.readouterr().out
 
 
-def test_a_table_of_a_text_that_is_mostly_unknown_says_so_first(tmp_path, capsys) -> None:
-    report = Saved(tmp_path).evaluated(*QUICK)
-    report = replace(report, data=replace(report.data, unknown_rate=0.62))
-    capsys.readouterr()
-    print_table(report)
-    (first,) = re.findall(r"\A.*\n  (.*)", capsys.readouterr().out)
-    assert re.match(r"mostly unknown +62\.0% of the text is unknown to this vocabulary", first)
-
-
 def test_a_bound_stands_beside_the_estimate_of_its_own_branch() -> None:
     model = contractive_model(certificate="causal").double().eval()
     for place, (_, branch) in enumerate(model.stack.branches()):

@@ -4,16 +4,13 @@ import math
 from collections import Counter
 from fractions import Fraction
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 from invformer import BitsPerCharacter
 from invformer.evaluation import ngram
 from invformer.evaluation.ngram import witten_bell_nats
-from tests.support.small_runs import own_trainer
 
 
 def code_lengths(batches: int) -> list[tuple[Tensor, int]]:
@@ -52,28 +49,6 @@ def test_processes_are_added_up_and_go_on_from_their_own_sums() -> None:
         metric.update(*part)
     assert metric.compute().item() == pytest.approx(exact(given), rel=1e-15)
     assert metric.count == sum(count for _, count in given[:5])
-
-
-class Guess(L.LightningModule):
-    """Validates a uniform guess among some symbols."""
-
-    def __init__(self, symbols: int) -> None:
-        super().__init__()
-        self.bpc, self.cost = BitsPerCharacter(), math.log(symbols)
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.bpc.update(len(batch[0]) * self.cost, len(batch[0]))
-        self.log("val/bpc", self.bpc)
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore:.*many workers")
-def test_it_is_logged_by_any_module_and_begins_anew_with_each_validation() -> None:
-    loader = DataLoader(TensorDataset(torch.zeros(7)), batch_size=3)
-    module, trainer = Guess(32), own_trainer()
-    for symbols in (32, 8):
-        module.cost = math.log(symbols)
-        (found,) = trainer.validate(module, loader, verbose=False)
-        assert found["val/bpc"] == pytest.approx(math.log2(symbols), rel=1e-12)
 
 
 VOCAB = 5

@@ -13,7 +13,6 @@ from torch import Tensor
 from invformer.errors import (
     CertificateViolation,
     CheckpointError,
-    Interrupted,
     NonFiniteError,
     RankLost,
 )
@@ -64,20 +63,6 @@ def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_a
     evidence = json.loads((run.directory.path / "violation.json").read_text())
     assert evidence["step"] == 1
     assert evidence["row"][f"{BRANCH}/estimate"] == 99.0
-
-
-@pytest.mark.parametrize("stop_at", [1, 3])
-def test_two_signals_save_one_state_where_nothing_is_wrong(folder: Path, stop_at: int) -> None:
-    with pytest.raises(Interrupted) as error:
-        fit(run_of(folder, stop_at))
-    assert error.value.exit_code == 143
-    run = run_of(folder)
-    assert run.resume is not None
-    assert run.resume.step == stop_at + 1
-    # Made before the fourth step's validation, it is of these weights and of no later ones.
-    assert ("certificate" in run.resume.metadata) == (stop_at == 3)
-    fit(run)
-    assert run.trainer.global_step == 8
 
 
 def test_a_stopped_run_that_cannot_save_leaves_signals_as_they_were(folder: Path) -> None:

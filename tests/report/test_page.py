@@ -14,7 +14,6 @@ from invformer.nn.certificate import Certificate
 from invformer.report.page import keep, keep_comparison, page
 from invformer.report.plots import draw_summary, in_words, last_constants, plot_run, read_curves
 from invformer.report.table import (
-    certified_first,
     comparison,
     print_comparison,
     summary_values,
@@ -66,16 +65,6 @@ def test_a_page_has_everything_and_refers_to_nothing(report: Evaluation) -> None
     ):  # fmt: skip
         assert said in elements.text
     assert elements.text.count(first.recovered) >= 2
-
-
-def test_a_page_names_its_run_and_the_proven_constants(report: Evaluation, tmp_path) -> None:
-    named = replace(report, checkpoint="runs/sums/checkpoints/step-00000003")
-    found = page(named, {})
-    assert "<title>sums, step 3, on text_file, val</title>" in found
-    assert "frobenius" not in Elements(found).text
-    causal = Saved(tmp_path, "model=causal_bounded").evaluated()
-    norms = [name for name, _ in certified_first(causal)]
-    assert norms == ["diagonal_block", "token_max", "frobenius"]
 
 
 def test_text_of_a_model_is_escaped_in_a_page(report: Evaluation) -> None:
@@ -198,15 +187,6 @@ def test_a_run_of_whatever_length_has_its_picture(tmp_path, row: dict[str, float
     path = tmp_path / "a.png"
     plot_run(read_curves(tmp_path / "metrics.jsonl"), path, "a sample, 5 $", ngram=None)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-def test_every_branch_has_its_estimate_below_its_local_bound_below_its_bound(tmp_path) -> None:
-    curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
-    bars = draw_summary(curves, last_constants(curves)).axes[2]
-    heights = [[bar.get_height() for bar in container] for container in bars.containers]
-    assert heights == [[level] * len(BRANCHES) for level in (*LEVELS.values(), 0.7)]
-    names = [label.get_text().replace("\n", " ") for label in bars.get_xticklabels()]
-    assert names == ["0 attention", "0 feed- forward", "1 attention", "1 feed- forward"]
 
 
 def test_nothing_that_is_drawn_is_clipped(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,6 +60,14 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     refuse(r"no triton here .*NVIDIA.*; pick auto", "trainer.accelerator=cpu", f"{kernel}=triton")
     for fine in ("auto", "blocked", "math", "sdpa"):
         refuse_missing_requirements(load_config([gpu, f"{kernel}={fine}"]))
+
+
+def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
+    refuse: Callable[..., None], monkeypatch
+) -> None:
+    message = "InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1"
+    monkeypatch.setattr(torch, "compile", lambda f: Mock(side_effect=RuntimeError(message)))
+    refuse(r"trainer\.compile: .*found\)", "trainer.accelerator=cpu", "trainer.compile=true")
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_there_is_a_folder(

@@ -21,7 +21,6 @@ from tests.runs.hostile import edit_json, flipped
 from tests.runs.resuming import (
     SHORT,
     assert_same,
-    column,
     contents,
     losses,
     newest,
@@ -100,16 +99,6 @@ def test_a_run_shorter_than_an_interval_is_validated_and_made_longer(tmp_path, c
     )
 
 
-def test_a_longer_run_follows_the_longer_schedule_from_its_first_new_step(tmp_path) -> None:
-    train(tmp_path, "run.name=once", "monitor.enabled=false", "trainer.max_steps=4")
-    for steps in (2, 4):
-        train(tmp_path, "monitor.enabled=false", f"trainer.max_steps={steps}")
-    for key in ("optim/lr", "optim/muon_lr"):
-        rates, wanted = (column(tmp_path, key, name) for name in ("a", "once"))
-        assert rates[2:] == wanted[2:]
-        assert rates[2] > 0
-
-
 def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path) -> None:
     train(tmp_path, "trainer.val_every=4", "run.name=once")
     with pytest.raises(Interrupted):
@@ -163,12 +152,6 @@ def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(folder:
     assert (run / "config.yaml").read_bytes() == before
     train(folder, "trainer.max_steps=7")
     assert OmegaConf.load(run / "config.yaml").trainer.max_steps == 7
-
-
-def test_the_same_text_at_another_path_continues_the_run(whole: Path, folder: Path) -> None:
-    moved = (folder / "squares.txt").rename(folder / "moved.txt")
-    train(folder, f"data.path={moved}")
-    assert losses(folder) == losses(whole)
 
 
 @pytest.mark.parametrize(("batch", "more"), [(3, ("monitor.flush_every=9",)), (5, ())])

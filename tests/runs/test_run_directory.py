@@ -56,15 +56,6 @@ def test_a_run_is_continued_with_its_own_configuration_if_that_is_allowed(tmp_pa
         continue_run(tmp_path, CONFIG, resume=False)
 
 
-def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_path) -> None:
-    begin(tmp_path)
-    (tmp_path / "a" / "config.yaml").write_text("model: {d_model: 96}\noptim: {lr: 0.001}")
-    default, other = ({**CONFIG, "optim": {"lr": 1e-3, "ema_decay": d}} for d in (None, 0.9))
-    continue_run(tmp_path, default)
-    with pytest.raises(CheckpointError, match=r"optim\.ema_decay was None, now 0\.9"):
-        continue_run(tmp_path, other)
-
-
 def test_the_command_that_continues_a_run_of_torchrun_is_torchrun(monkeypatch) -> None:
     assert RunDirectory(Path("a")).command == "python train.py config=a"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -207,3 +198,10 @@ def test_a_run_whose_lock_was_deleted_writes_nothing_more(tmp_path, again: bool)
         write_json({}, path / "certificate.json")
     assert not path.exists()
     assert not (moved / "certificate.json").exists()
+
+
+def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(StorageError, match=r"config\.yaml: cannot be written"):
+        replace_file(tmp_path / "config.yaml", "a: 1")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]

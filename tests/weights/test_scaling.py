@@ -117,18 +117,6 @@ def test_under_autocast_gradients_are_added_as_it_would_add_them(monkeypatch) ->
     assert all(map(torch.equal, ours, gradients()))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_under_autocast_layers_are_differentiated_forward_and_float64_is_left_alone() -> None:
-    layer, x = scaled_model().stack.blocks[0].feed_forward, torch.randn(2, 3, WIDTH)
-    expected = layer(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(layer(x), expected)
-        layer, x = layer.float(), x.float()
-        forward = torch.func.jvp(layer, (x,), (x,))[1]
-        reverse = torch.func.vmap(torch.func.grad(lambda x: layer(x).sum()))(x)
-    torch.testing.assert_close((reverse * x).sum(), forward.sum(), rtol=0.05, atol=0.05)
-
-
 @pytest.mark.parametrize("log_scale", [800.0, -800.0])
 def test_a_scale_out_of_range_is_named_and_nothing_is_proven(log_scale: float) -> None:
     model = scaled_model()
