@@ -242,9 +242,6 @@ def test_the_console_script_has_every_command(monkeypatch, capsys) -> None:
     assert "did you mean 'sample'?" in capsys.readouterr().err
 
 
-# --- exported folders ----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def whole(run: Path, tmp_path_factory) -> Path:
     """The run, evaluated and exported."""

@@ -50,9 +50,6 @@ def test_every_link_to_a_file_leads_somewhere(page: str) -> None:
     assert not missing
 
 
-# --- README --------------------------------------------------------------------------------------
-
-
 def typed(program: str) -> list[list[str]]:
     """The arguments of every call of a program in README's shell blocks."""
     lines = [
@@ -106,8 +103,6 @@ def test_installing_by_hand_takes_the_torch_of_the_constraints() -> None:
     assert f"pip install -c constraints.txt torch=={pinned}\n" in README
     assert f"$(PIP) torch=={pinned}\n" in read("Makefile")
 
-
-# --- tutorials and the library -------------------------------------------------------------------
 
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
 SMALL = [
@@ -178,8 +173,6 @@ def test_the_library_examples_run_in_single_precision_as_they_stand(tmp_path, mo
     assert {"train/bpc", "val/bpc", "lipschitz/estimate", "inverse/characters_recovered"} <= {*keys}
 
 
-# --- docs/numerics.md ----------------------------------------------------------------------------
-
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", NUMERICS, re.MULTILINE | re.DOTALL))
 
 
@@ -212,9 +205,6 @@ def test_every_definition_section_and_test_file_that_the_page_of_numerics_names_
     assert {int(n) for n in re.findall(r"§(\d+)", NUMERICS)} <= numbers
     for path in re.findall(r"`(tests/[\w/]+\.py)`", NUMERICS):
         assert (ROOT / path).is_file()
-
-
-# --- docs/reliability.md -------------------------------------------------------------------------
 
 
 def test_every_test_that_the_page_of_reliability_names_exists() -> None:

@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from invformer.config.load import (
-    command_line,
-    from_dict,
-    help_text,
-    load_config,
-    parse_or_exit,
-    to_yaml,
-)
+from invformer.config import load
 from invformer.config.schema import ModelConfig, RunConfig, TrainConfig
 from invformer.config.section import Root, options, required_part
 from invformer.config.trained import EvaluateConfig
@@ -27,21 +20,18 @@ EVALUATE = ["checkpoint=checkpoints/a"]
 
 
 def train(*words: str) -> TrainConfig:
-    return load_config(words)
+    return load.load_config(words)
 
 
 def evaluate(*words: str) -> EvaluateConfig:
-    return load_config([*EVALUATE, *words], EvaluateConfig)
+    return load.load_config([*EVALUATE, *words], EvaluateConfig)
 
 
 def refusal(*words: str, schema: type[Root] = TrainConfig) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        load_config(words, schema)
+        load.load_config(words, schema)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-# --- what is accepted ----------------------------------------------------------------------------
 
 
 def test_single_fields_beat_groups_and_groups_beat_the_experiment_in_any_order() -> None:
@@ -89,9 +79,6 @@ def test_options_that_are_not_set_follow_the_others() -> None:
     model = ModelConfig(d_model=24)
     assert (model.feed_forward_width, model.embedding_width, model.head_width) == (96, 8, 3)
     assert train("model=contractive_l2_paper", "model.d_model=48").model.embedding_width == 48
-
-
-# --- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,7 +155,7 @@ def test_an_override_that_the_chosen_model_ignores_is_refused(words: str) -> Non
 def test_settings_of_a_file_for_another_model_are_ignored_and_not_repeated(tmp_path) -> None:
     text = "model: {name: l2, certificate: null, lipschitz_target: 0.9, input_radius: 2}"
     (tmp_path / "mine.yaml").write_text(text)
-    command = command_line(train(f"experiment={tmp_path}/mine.yaml"))
+    command = load.command_line(train(f"experiment={tmp_path}/mine.yaml"))
     assert command == "python train.py model.name=l2 model.certificate=null"
 
 
@@ -192,20 +179,17 @@ def test_python_is_held_to_the_same_ranges_as_a_command_line(
         schema(**arguments)
 
 
-# --- there and back ------------------------------------------------------------------------------
-
-
 def test_a_configuration_becomes_plain_values_and_back() -> None:
     config = train("experiment=ptb_kim", "optim.betas=[.5, .9]", "logger.tags=[a, '010']")
     values = asdict(config)
     assert type(values["model"]) is dict
-    assert from_dict(values) == config
+    assert load.from_dict(values) == config
     values["optim"]["betas"][0] = 0.1
     assert config.optim.betas[0] == 0.5
 
 
 def test_absent_values_take_their_defaults_and_unknown_ones_are_refused() -> None:
-    assert from_dict({"model": {"d_model": 48}}) == train("model.d_model=48")
+    assert load.from_dict({"model": {"d_model": 48}}) == train("model.d_model=48")
     for values, says in (
         ({"model": {"widht": 48}}, "unknown key 'model.widht'"),
         ({"modle": {}}, "unknown key 'modle': did you mean 'model'"),
@@ -213,25 +197,25 @@ def test_absent_values_take_their_defaults_and_unknown_ones_are_refused() -> Non
         ({"model": {"d_model": 48.5}}, r"model\.d_model: 48\.5 is not integer"),
     ):
         with pytest.raises(ConfigurationError, match=says):
-            from_dict(values)
+            load.from_dict(values)
 
 
 def test_an_option_that_is_gone_is_read_where_its_value_is_the_one_that_is_left() -> None:
     trainer = {"strategy": "ddp", "devices": 2}
-    assert from_dict({"trainer": trainer}).trainer.devices == 2
+    assert load.from_dict({"trainer": trainer}).trainer.devices == 2
     baseline = {"name": "dot_product", "certificate": None, "diagonal_scaling": False}
-    assert from_dict({"model": baseline}).model.certificate is None  # null is no absent value
+    assert load.from_dict({"model": baseline}).model.certificate is None  # null is no absent value
     for refused in ({"trainer": {"strategy": "fsdp"}}, {"trainer": {"strategi": "ddp"}}):
         with pytest.raises(ConfigurationError, match=r"unknown key .trainer\.strateg"):
-            from_dict(refused)
+            load.from_dict(refused)
     assert refusal("trainer.strategy=fsdp").startswith("unknown key 'trainer.strategy'")
 
 
 def test_the_command_names_only_what_differs_from_the_defaults() -> None:
-    assert command_line(train()) == "python train.py"
-    assert command_line(train("run.seed=0", "run.seed=3")) == "python train.py run.seed=3"
+    assert load.command_line(train()) == "python train.py"
+    assert load.command_line(train("run.seed=0", "run.seed=3")) == "python train.py run.seed=3"
     config = evaluate("data.path=To be, or 'not'")
-    assert shlex.split(command_line(config))[2:] == [*EVALUATE, "data.path=To be, or 'not'"]
+    assert shlex.split(load.command_line(config))[2:] == [*EVALUATE, "data.path=To be, or 'not'"]
 
 
 def test_the_command_keeps_every_character_of_a_list() -> None:
@@ -240,50 +224,49 @@ def test_the_command_keeps_every_character_of_a_list() -> None:
     config = train()
     config.logger.tags = [text[start : start + 60] for start in range(0, len(text), 60)]
     config.logger.tags += ["a\x7fb", "a\x85b", "a\x85", "a\u2028 b", "\ufeff", "\ufffe"]
-    (word,) = shlex.split(command_line(config))[2:]
+    (word,) = shlex.split(load.command_line(config))[2:]
     assert train(word) == config
 
 
 def test_a_checkpoint_given_again_joins_those_before() -> None:
     config = evaluate("checkpoint=[b]: c", "checkpoint=010")
     assert config.checkpoint == ["checkpoints/a", "[b]: c", "010"]
-    assert load_config(shlex.split(command_line(config))[2:], EvaluateConfig) == config
-    assert from_dict(asdict(config), EvaluateConfig) == config
-
-
-# --- the programs --------------------------------------------------------------------------------
+    assert load.load_config(shlex.split(load.command_line(config))[2:], EvaluateConfig) == config
+    assert load.from_dict(asdict(config), EvaluateConfig) == config
 
 
 def test_help_shows_every_preset_and_every_field_with_default_interval_and_meaning() -> None:
     for path in PRESETS:
-        assert path.stem in help_text()
+        assert path.stem in load.help_text()
     for schema in (TrainConfig, EvaluateConfig):
-        text = help_text(schema)
+        text = load.help_text(schema)
         for key, f in options(schema):
             assert f"\n  {key}=" in text
             assert f.metadata["help"] in text
             kind = required_part(f.type)
             if kind in (int, float) or kind == list[float]:
                 assert f.metadata["within"], key
-    assert "\n  config      for experiment: " in help_text()
-    assert "config " not in help_text(EvaluateConfig)
-    assert "model.lipschitz_target=0.5\n      number in [1e-6, 1): c, the largest" in help_text()
+    assert "\n  config      for experiment: " in load.help_text()
+    assert "config " not in load.help_text(EvaluateConfig)
+    assert (
+        "model.lipschitz_target=0.5\n      number in [1e-6, 1): c, the largest" in load.help_text()
+    )
 
 
 def test_commands_are_named_as_they_were_typed(monkeypatch) -> None:
-    config = load_config(["model=dot_product"])
-    assert command_line(config).startswith("python train.py ")
+    config = load.load_config(["model=dot_product"])
+    assert load.command_line(config).startswith("python train.py ")
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/invformer", "train"])
-    assert command_line(config).startswith("invformer train ")
-    assert help_text().startswith("usage: invformer train ")
+    assert load.command_line(config).startswith("invformer train ")
+    assert load.help_text().startswith("usage: invformer train ")
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["nonsense", "-h"], 0, help_text()),
+        (["nonsense", "-h"], 0, load.help_text()),
         (["experiment=ptb_kim", "run.seed=7", "--print-config"], 0,
-         to_yaml(load_config(["experiment=ptb_kim", "run.seed=7"]))),
+         load.to_yaml(load.load_config(["experiment=ptb_kim", "run.seed=7"]))),
         (["model.d_modl=3", "--print-config"], 2,
          "error: unknown key 'model.d_modl': did you mean 'model.d_model'?"),
     ],
@@ -292,7 +275,7 @@ def test_help_the_configuration_and_errors_end_the_program(
     words: list[str], code: int, says: str, capsys
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse_or_exit(words)
+        load.parse_or_exit(words)
     assert ended.value.code == code
     out, err = capsys.readouterr()
     assert (err if code else out).rstrip("\n") == says.rstrip("\n")

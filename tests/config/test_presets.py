@@ -38,9 +38,6 @@ def write(folder: Path, **texts: str | bytes) -> None:
         (folder / f"{name}.yaml").write_bytes(content)
 
 
-# --- the presets of the project ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_every_preset_loads_and_describes_itself(path: Path) -> None:
     extra = ["data.path=book.txt"] if path.stem == "text_file" else []
@@ -68,9 +65,6 @@ def test_every_model_takes_the_place_of_an_experiments_own_and_keeps_its_size(na
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_every_optimiser_brings_its_own_rates_after_an_experiments(name: str) -> None:
     assert load("experiment=ptb_kim", f"optim={name}").optim == load(f"optim={name}").optim
-
-
-# --- experiments ---------------------------------------------------------------------------------
 
 
 def test_an_experiment_may_be_a_path(tmp_path, monkeypatch) -> None:

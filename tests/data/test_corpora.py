@@ -26,9 +26,6 @@ def texts(corpus: Corpus) -> list[str]:
     return [corpus.split(split) for split in SPLITS]
 
 
-# --- Python's own text ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "least"), [("python_docs", 3e5), ("python_stdlib", 5e6)])
 def test_pythons_own_text_is_the_same_and_cut_as_asked(name: CorpusName, least: float) -> None:
     corpus = read_corpus(DataConfig(name=name))
@@ -65,9 +62,6 @@ def test_a_source_file_is_read_in_the_encoding_it_declares(tmp_path, monkeypatch
     write(tmp_path / "d.py", b"# coding: nonsense\n")
     with pytest.raises(DataError, match=r"d\.py: .*encoding"):
         read_corpus(DataConfig(name="python_stdlib"))
-
-
-# --- Local files ---------------------------------------------------------------------------------
 
 
 def test_a_file_is_cut_into_contiguous_splits_and_nothing_is_changed(tmp_path) -> None:
@@ -191,9 +185,6 @@ def test_a_path_that_holds_no_corpus_is_refused_in_one_line(
         corpus_at(tmp_path / path, name, max_characters=1 if path == "one.txt" else None)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 3
-
-
-# --- The Hugging Face Hub ------------------------------------------------------------------------
 
 
 def hub_answers(monkeypatch: pytest.MonkeyPatch, column: str, splits: dict[str, list[str]]) -> None:

@@ -8,13 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from invformer.kernels import native_attention
 from invformer.kernels.attention import LogitBias, attend, attend_in_ball, attend_l2
 from invformer.kernels.blocked import toeplitz
-from invformer.kernels.native_attention import (
-    native_attention,
-    native_attention_backward,
-    native_ball_attention,
-)
 from invformer.lipschitz.probe import LipschitzProbe
 from tests.kernels.test_attention import every_kernel, needs_compiler
 from tests.support.builders import contractive_model, random_tokens
@@ -84,10 +80,10 @@ def test_compiled_operators_refuse_each_tensor_that_does_not_fit() -> None:
     q, k, v, z, tau = (t.float() for t in inputs())
     by_lag, mass = torch.randn(3, TOKENS).float(), torch.randn(2, 3, TOKENS).float()
     for operator, right, places in (
-        (native_attention, (q, k, v, by_lag), (1, 2, 3)),
-        (native_attention, (q, None, None, by_lag), (3,)),
-        (native_attention_backward, (q, q, k, v, by_lag, mass), (0, 2, 3, 4, 5)),
-        (native_ball_attention, (z, tau, by_lag, True), (1, 2)),
+        (native_attention.native_attention, (q, k, v, by_lag), (1, 2, 3)),
+        (native_attention.native_attention, (q, None, None, by_lag), (3,)),
+        (native_attention.native_attention_backward, (q, q, k, v, by_lag, mass), (0, 2, 3, 4, 5)),
+        (native_attention.native_ball_attention, (z, tau, by_lag, True), (1, 2)),
     ):
         operator(*right)
         for place in places:

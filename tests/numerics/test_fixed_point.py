@@ -26,9 +26,6 @@ def true_error(solution: FixedPointSolution, x: Tensor) -> Tensor:
     return vector_norm(solution.value.double() - x.double(), solution.norm)
 
 
-# --- right answers, within their bounds -----------------------------------------------------------
-
-
 def test_the_bound_is_attained_by_the_worst_direction_in_the_predicted_steps() -> None:
     c, x = 0.9, torch.randn(5, 3, 2)
     solve = partial(
@@ -122,9 +119,6 @@ def test_a_causal_map_with_a_global_constant_above_one_is_inverted_without_a_bou
     solution = invert_residual(f, x + f(x), lipschitz_bound=0.6, kind="causal", **TOKEN_MAX)
     assert solution.converged.all()
     assert solution.error_bound.isinf().all()
-
-
-# --- verdicts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.numerics.spectral_norm import (
-    _gram_bound,
-    _product_error,
-    _residual_bound,
-    _scaled,
-    spectral_norm_bound,
-    tall_side,
-)
+from invformer.numerics import spectral_norm
 from tests.gpu.emulation import cuda_rules
 from tests.support.problems import matrix_with, trained_like
 
@@ -65,14 +58,16 @@ def test_the_certified_norm_is_never_below_the_true_one() -> None:
     """The certificate is close, too; each of its two halves alone is above."""
     for weight in small_matrices(70, largest=8):
         truth, size = true_norm(weight), min(weight.shape)
-        assert truth <= spectral_norm_bound(weight).item() <= truth * (1 + 1e-12 * size)
-        g = tall_side(weight.double())
-        g, scale = _scaled(g, g.abs().amax())
+        assert (
+            truth <= spectral_norm.spectral_norm_bound(weight).item() <= truth * (1 + 1e-12 * size)
+        )
+        g = spectral_norm.tall_side(weight.double())
+        g, scale = spectral_norm._scaled(g, g.abs().amax())
         gram, unscaled = g.mT @ g, (truth / scale.item()) ** 2
-        least = unscaled - _product_error(g).item()
-        assert least <= _residual_bound(gram).item()
+        least = unscaled - spectral_norm._product_error(g).item()
+        assert least <= spectral_norm._residual_bound(gram).item()
         for num_steps in (0, 1, 3, 8):
-            bound = _gram_bound(gram, num_steps).item()
+            bound = spectral_norm._gram_bound(gram, num_steps).item()
             assert least <= bound <= unscaled * (size**0.5 ** (num_steps + 1) + 1e-12)
 
 
@@ -90,7 +85,7 @@ SPECTRA = {
 def test_the_excess_is_below_a_billionth_for_every_spectrum(spectrum: str) -> None:
     """Gram iteration alone is up to 1 % off where the leading singular values are close."""
     weight = SPECTRA[spectrum]()
-    excess = spectral_norm_bound(weight) / torch.linalg.matrix_norm(weight, 2) - 1
+    excess = spectral_norm.spectral_norm_bound(weight) / torch.linalg.matrix_norm(weight, 2) - 1
     assert -1e-14 < excess < 1e-9
 
 
@@ -101,7 +96,7 @@ def test_without_a_factorisation_gram_iteration_stands_alone(monkeypatch) -> Non
     monkeypatch.setattr(torch.linalg, "cholesky_ex", break_down)
     for spectrum, worst in (("trained", 2e-6), ("orthogonal", 1e-2), ("half of it zero", 1e-2)):
         weight = SPECTRA[spectrum]()
-        excess = spectral_norm_bound(weight) / torch.linalg.matrix_norm(weight, 2) - 1
+        excess = spectral_norm.spectral_norm_bound(weight) / torch.linalg.matrix_norm(weight, 2) - 1
         assert -1e-14 < excess < worst
 
 
@@ -118,18 +113,18 @@ def test_any_factor_whatever_gives_a_bound(monkeypatch) -> None:
     for _ in range(20):
         gram = torch.cov(torch.randn(6, 9))
         truth = torch.linalg.matrix_norm(gram, 2)
-        assert truth <= _residual_bound(gram) < 1.2 * truth
+        assert truth <= spectral_norm._residual_bound(gram) < 1.2 * truth
 
 
 @pytest.mark.usefixtures("either_device")
 def test_a_batch_gives_what_each_matrix_gives() -> None:
     weights = torch.stack([trained_like(12, 7, seed) for seed in range(6)]).unflatten(0, (2, 3))
-    bounds = spectral_norm_bound(weights)
+    bounds = spectral_norm.spectral_norm_bound(weights)
     assert bounds.shape == (2, 3)
     for i in range(2):
         for j in range(3):
             torch.testing.assert_close(
-                bounds[i, j], spectral_norm_bound(weights[i, j]), rtol=1e-14, atol=0
+                bounds[i, j], spectral_norm.spectral_norm_bound(weights[i, j]), rtol=1e-14, atol=0
             )
 
 
@@ -140,15 +135,15 @@ def test_zero_is_certified_as_zero_and_the_unknown_as_infinite() -> None:
     weights[2, 2, 1] = -math.inf
     weights[3, 0, 0] = 5
     torch.testing.assert_close(
-        spectral_norm_bound(weights), torch.tensor([0, math.inf, math.inf, 5])
+        spectral_norm.spectral_norm_bound(weights), torch.tensor([0, math.inf, math.inf, 5])
     )
-    assert spectral_norm_bound(weights)[0] == 0
+    assert spectral_norm.spectral_norm_bound(weights)[0] == 0
 
 
 @pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e-200, 1e200, 1e307])
 def test_neither_underflow_nor_overflow_makes_a_bound_too_small(scale: float) -> None:
     weight = scale * torch.tensor([[3.0, 0.0], [4.0, 0.0]])
-    bound = spectral_norm_bound(weight).item()
+    bound = spectral_norm.spectral_norm_bound(weight).item()
     assert mpmath.mpf(bound) >= true_norm(weight)
     assert bound <= 5 * scale * (1 + 1e-12) + 4e-308  # denormal entries may be flushed

@@ -11,14 +11,9 @@ import torch
 from invformer.evaluation.marked_text import MarkedText
 from invformer.evaluation.result import Evaluation, SampledText
 from invformer.nn.certificate import Certificate
+from invformer.report import table
 from invformer.report.page import keep, keep_comparison, page
 from invformer.report.plots import draw_summary, in_words, last_constants, plot_run, read_curves
-from invformer.report.table import (
-    comparison,
-    print_comparison,
-    summary_values,
-    title_of,
-)
 from tests.support.processes import python
 from tests.support.saved_runs import Saved
 from tests.support.small_runs import write_rows
@@ -96,7 +91,7 @@ def test_every_model_has_a_page_with_or_without_data(words: list[str], says: str
     text = Elements(page(without, {})).text
     assert says in text
     assert "The text that comes back" not in text
-    assert len(comparison([report, without])) == 3
+    assert len(table.comparison([report, without])) == 3
 
 
 def test_only_an_evaluation_of_its_own_text_replaces_a_page(report: Evaluation, tmp_path) -> None:
@@ -118,16 +113,16 @@ def test_several_models_share_a_table_and_a_figure(report: Evaluation, tmp_path,
     path = "runs/plain/checkpoints/step-00000003"
     baseline = replace(report, checkpoint=path, bpc=9.5, **nothing)
     reports = [report, baseline]
-    header, own, other = comparison(reports)
+    header, own, other = table.comparison(reports)
     assert other == ["plain", "contractive_l2", "3", "9.5000", *"–––––"]
     assert own[header.index("recovered")] == "100.00%"
     assert own[header.index("every branch ≤")].startswith("0.4")
-    print_comparison(reports)
+    table.print_comparison(reports)
     assert len({len(line) for line in capsys.readouterr().out.strip("\n").splitlines()}) == 1
     path = keep_comparison(reports, tmp_path)
     assert "-plain-" in path.name
     on_test = [replace(one, data=replace(one.data, split="test")) for one in reports]
-    print_comparison([report, on_test[1]])
+    table.print_comparison([report, on_test[1]])
     assert "bits per character do not compare" in capsys.readouterr().out
     assert len({path, keep_comparison(reports, tmp_path), keep_comparison(on_test, tmp_path)}) == 2
     apart = Elements(keep_comparison([report, on_test[1]], tmp_path).read_text(encoding="utf-8"))
@@ -150,7 +145,7 @@ def test_margins_that_are_not_finite_prove_nothing(report: Evaluation) -> None:
 
 
 def test_a_summary_says_what_an_evaluation_found(report: Evaluation) -> None:
-    found = summary_values(report)
+    found = table.summary_values(report)
     assert found["evaluation/val_bpc"] == report.bpc
     assert found["evaluation/characters_proven"] == 1
     order = ("estimate", "local_bound", "bound", "target")
@@ -195,7 +190,7 @@ def test_nothing_that_is_drawn_is_clipped(tmp_path) -> None:
     weighted = Certificate(
         "token_max", "global", 0.5, {"a": 0.5}, {"a": 0.4}, {"a": 2.0}, {}, None, "float32", 16
     )
-    title = title_of("first", "l2", "books", 0.031, weighted)
+    title = table.title_of("first", "l2", "books", 0.031, weighted)
     shown = "first: l2 on books (3.1% unknown symbols). Lipschitz constants in weighted token_max"
     assert title == shown
     figure = draw_summary(curves, last_constants(curves), words, 1.5, title)

@@ -192,9 +192,6 @@ def test_a_step_saved_twice_keeps_both_and_the_second_is_the_newer(folder: Path)
     assert [path.name for path in saved_in(folder)] == names[:-3:-1]
 
 
-# --- which folder the results go to --------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("stand", "name"),
     [
@@ -226,8 +223,6 @@ def test_results_lie_beside_a_checkpoint_outside_a_run_and_in_a_run_with_links(t
     save(tmp_path / "run" / "checkpoints", 4)
     assert newest(tmp_path / "run").evaluation == tmp_path / "run/evaluation.json"
 
-
-# --- hostile and damaged files -------------------------------------------------------------------
 
 SMALL = {"d_model": 12, "num_heads": 3, "num_layers": 2, "d_embedding": 4}
 CONFIG = from_dict({"model": SMALL, "data": {"seq_len": 10}})
@@ -274,9 +269,6 @@ def test_a_hostile_checkpoint_is_refused_in_one_line(
     assert not canary.exists()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < MEGABYTES * 1024
-
-
-# --- Mutations -----------------------------------------------------------------------------------
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:

@@ -17,16 +17,8 @@ from invformer.errors import CheckpointError, DataError, Interrupted
 from invformer.runs.checkpoint import LEARNING, STATE
 from invformer.runs.saving import Checkpoints
 from invformer.training.fit import fit
+from tests.runs import resuming
 from tests.runs.hostile import edit_json, flipped
-from tests.runs.resuming import (
-    SHORT,
-    assert_same,
-    contents,
-    losses,
-    newest,
-    train,
-    validated,
-)
 from tests.support import small_runs
 from tests.support.small_runs import TEXT, built, write_text
 
@@ -53,45 +45,47 @@ def folder(stopped_run: Path) -> Path:
 def test_every_recipe_resumes_at_the_same_bits_and_ends_with_a_validation_and_a_checkpoint(
     tmp_path, more: tuple[str, ...]
 ) -> None:
-    train(tmp_path, *more, "run.name=once")
-    train(tmp_path, *more, until=4)
-    train(tmp_path, *more)
-    assert_same(tmp_path)
-    assert validated(tmp_path)[-2:] == [3, 5]
-    assert newest(tmp_path).step == 6
-    kind = newest(tmp_path).metadata.get("certificate")
+    resuming.train(tmp_path, *more, "run.name=once")
+    resuming.train(tmp_path, *more, until=4)
+    resuming.train(tmp_path, *more)
+    resuming.assert_same(tmp_path)
+    assert resuming.validated(tmp_path)[-2:] == [3, 5]
+    assert resuming.newest(tmp_path).step == 6
+    kind = resuming.newest(tmp_path).metadata.get("certificate")
     assert kind is None if "model=dot_product" in more else kind["norm"] == "token_max"
-    rows, left = (tmp_path / "a" / "metrics.jsonl").read_bytes(), newest(tmp_path).path
-    train(tmp_path, *more)  # of which nothing is left to do
-    assert newest(tmp_path).path == left
+    rows, left = (tmp_path / "a" / "metrics.jsonl").read_bytes(), resuming.newest(tmp_path).path
+    resuming.train(tmp_path, *more)  # of which nothing is left to do
+    assert resuming.newest(tmp_path).path == left
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == rows
 
 
 def test_an_average_of_weights_changes_nothing_for_those_that_learn(whole: Path, tmp_path) -> None:
-    train(tmp_path, "optim.ema_decay=0.9")
-    assert losses(tmp_path) == losses(whole)
-    edit_json(newest(tmp_path).path, STATE, lambda s: s.pop(LEARNING))
+    resuming.train(tmp_path, "optim.ema_decay=0.9")
+    assert resuming.losses(tmp_path) == resuming.losses(whole)
+    edit_json(resuming.newest(tmp_path).path, STATE, lambda s: s.pop(LEARNING))
     with pytest.raises(CheckpointError, match="learning_weights"):
-        train(tmp_path, "optim.ema_decay=0.9", "trainer.max_steps=7")
+        resuming.train(tmp_path, "optim.ema_decay=0.9", "trainer.max_steps=7")
 
 
 def test_a_signal_between_the_batches_of_a_step_lets_it_end_and_costs_no_bit(tmp_path) -> None:
     dropout = ("model.head_dropout=0.2", "model.dropout=0.1")
     more = (*dropout, "trainer.accumulate=3", "monitor.enabled=false")
-    train(tmp_path, *more, "run.name=once")
+    resuming.train(tmp_path, *more, "run.name=once")
     with pytest.raises(Interrupted):
-        train(tmp_path, *more, stop_at=9)  # after the first batch of the fourth step
-    assert newest(tmp_path).step == 4
-    train(tmp_path, *more)
-    assert_same(tmp_path, STATE)  # where Lightning counts validations since the run was resumed
+        resuming.train(tmp_path, *more, stop_at=9)  # after the first batch of the fourth step
+    assert resuming.newest(tmp_path).step == 4
+    resuming.train(tmp_path, *more)
+    resuming.assert_same(
+        tmp_path, STATE
+    )  # where Lightning counts validations since the run was resumed
 
 
 def test_a_run_shorter_than_an_interval_is_validated_and_made_longer(tmp_path, capsys) -> None:
-    train(tmp_path, "trainer.val_every=5", "trainer.max_steps=3")
-    assert validated(tmp_path) == [2]
+    resuming.train(tmp_path, "trainer.val_every=5", "trainer.max_steps=3")
+    assert resuming.validated(tmp_path) == [2]
     assert "schedule" not in capsys.readouterr().out
-    train(tmp_path, "trainer.val_every=5", "trainer.max_steps=7")
-    assert validated(tmp_path) == [2, 4, 6]
+    resuming.train(tmp_path, "trainer.val_every=5", "trainer.max_steps=7")
+    assert resuming.validated(tmp_path) == [2, 4, 6]
     said = capsys.readouterr().out
     assert (
         "on the schedule of the new settings optim.muon_lr goes from 0.00e+00 to 1.50e-02 and "
@@ -100,25 +94,25 @@ def test_a_run_shorter_than_an_interval_is_validated_and_made_longer(tmp_path, c
 
 
 def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path) -> None:
-    train(tmp_path, "trainer.val_every=4", "run.name=once")
+    resuming.train(tmp_path, "trainer.val_every=4", "run.name=once")
     with pytest.raises(Interrupted):
-        train(tmp_path, "trainer.val_every=4", stop_at=5)
-    assert newest(tmp_path).step == 6
-    train(tmp_path, "trainer.val_every=4")
-    assert validated(tmp_path) == [3, 5]
-    assert_same(tmp_path, STATE)
+        resuming.train(tmp_path, "trainer.val_every=4", stop_at=5)
+    assert resuming.newest(tmp_path).step == 6
+    resuming.train(tmp_path, "trainer.val_every=4")
+    assert resuming.validated(tmp_path) == [3, 5]
+    resuming.assert_same(tmp_path, STATE)
 
 
 def test_a_damaged_newest_checkpoint_costs_one_interval(whole: Path, folder: Path, caplog) -> None:
-    damaged = newest(folder).path / "weights.safetensors"
+    damaged = resuming.newest(folder).path / "weights.safetensors"
     damaged.write_bytes(flipped(damaged.read_bytes()))
     with caplog.at_level(logging.WARNING):
-        train(folder)
+        resuming.train(folder)
     (warning,) = [r.message for r in caplog.records if "continuing from" in r.message]
     assert "step-00000004" in warning
     assert "continuing from step-00000002" in warning
-    assert contents(newest(folder)) == contents(newest(whole))
-    assert losses(folder) == losses(whole)
+    assert resuming.contents(resuming.newest(folder)) == resuming.contents(resuming.newest(whole))
+    assert resuming.losses(folder) == resuming.losses(whole)
 
 
 def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path) -> None:
@@ -139,18 +133,18 @@ def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path) -> None:
 def test_a_changed_text_is_refused_with_code_3(folder: Path, change: Callable[[str], str]) -> None:
     (folder / "squares.txt").write_text(change(TEXT))
     with pytest.raises(DataError, match="the text changed since the run began") as error:
-        train(folder)
+        resuming.train(folder)
     assert error.value.exit_code == 3
-    assert newest(folder).step == 4
+    assert resuming.newest(folder).step == 4
 
 
 def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(folder: Path) -> None:
     run = folder / "a"
     before = (run / "config.yaml").read_bytes()
     with pytest.raises(CheckpointError, match=r"is at step 4, past trainer\.max_steps=3: ask for"):
-        train(folder, "trainer.max_steps=3")
+        resuming.train(folder, "trainer.max_steps=3")
     assert (run / "config.yaml").read_bytes() == before
-    train(folder, "trainer.max_steps=7")
+    resuming.train(folder, "trainer.max_steps=7")
     assert OmegaConf.load(run / "config.yaml").trainer.max_steps == 7
 
 
@@ -159,7 +153,7 @@ def test_a_run_whose_folder_is_renamed_ends_and_makes_nothing_at_the_old_place(
     whole: Path, tmp_path, batch: int, more: tuple[str, ...]
 ) -> None:
     write_text(tmp_path)
-    words = small_runs.options(tmp_path, "a", *SHORT, *more)
+    words = small_runs.options(tmp_path, "a", *resuming.SHORT, *more)
 
     def rename(*arguments: Any) -> None:
         if arguments[-1] == batch:
@@ -168,4 +162,4 @@ def test_a_run_whose_folder_is_renamed_ends_and_makes_nothing_at_the_old_place(
     with pytest.raises(CheckpointError, match=r"/a was renamed or deleted while this run was on"):
         fit(built(words, LambdaCallback(on_train_batch_end=rename)))
     assert not (tmp_path / "a").exists()
-    assert losses(tmp_path, "renamed") == losses(whole)[: batch // 2 * 2]
+    assert resuming.losses(tmp_path, "renamed") == resuming.losses(whole)[: batch // 2 * 2]

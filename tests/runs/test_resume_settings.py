@@ -24,8 +24,6 @@ def folder(stopped_run: Path) -> Path:
     return stopped_run
 
 
-# --- Settings that may differ ---------------------------------------------------------------------
-
 FREE = (
     "trainer.eval_batch_size=3", "data.split=train", "data.unknown=refuse", "monitor.every=2",
     "monitor.length=5", "monitor.num_sequences=2", "monitor.inversion=true",
@@ -110,9 +108,6 @@ def test_what_cannot_change_is_refused_with_a_way_that_works(
 ) -> None:
     with pytest.raises(CheckpointError, match=way):
         train(folder, word, "run.change=true")
-
-
-# --- States that are none of this run ------------------------------------------------------------
 
 
 def rewrite(folder: Path, change: Callable[[dict, dict], Any]) -> None:

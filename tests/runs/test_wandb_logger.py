@@ -16,15 +16,6 @@ from invformer.errors import CertificateViolation
 from invformer.processes import contained
 from invformer.runs import wandb_logger
 from invformer.runs.run_log import read_rows
-from invformer.runs.wandb_logger import (
-    OVERVIEW,
-    STEP,
-    WandbLogger,
-    add_to_summary,
-    open_wandb,
-    place_of,
-    read_settings,
-)
 from invformer.training.fit import fit
 from tests.runs.wandb_records import charts, read_records
 from tests.support.small_runs import built, fitted, options, write_text
@@ -53,7 +44,7 @@ def _no_settings(monkeypatch, tmp_path) -> Iterator[None]:
 
 def open_logger(folder: Path, **options: Any) -> Any:
     names = {"mode": "auto", "asked": {}, "defaults": {"run_tags": ["x"]}}
-    return open_wandb(folder, **(names | options))
+    return wandb_logger.open_wandb(folder, **(names | options))
 
 
 class FakeRun(SimpleNamespace):
@@ -66,7 +57,9 @@ class FakeRun(SimpleNamespace):
         super().__init__(**(quiet | behaviour))
 
 
-def logger_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> WandbLogger:
+def logger_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, **behaviour: Any
+) -> wandb_logger.WandbLogger:
     monkeypatch.setattr(wandb_logger, "start", lambda options: FakeRun(folder, **behaviour))
     return open_logger(folder, mode="offline")
 
@@ -85,7 +78,9 @@ def test_without_a_key_the_run_is_offline_and_says_how_to_upload(tmp_path, capsy
     assert "wandb sync" in captured.out
     assert captured.err == ""
     found = read_records(tmp_path)
-    logged = [(row[STEP], row["bpc/train"]) for row in found.rows if "bpc/train" in row]
+    logged = [
+        (row[wandb_logger.STEP], row["bpc/train"]) for row in found.rows if "bpc/train" in row
+    ]
     assert logged == [(0, 2.0), (1, 3.0), (5, 7.0), (3, 5.0)]  # each at its step, in any order
     assert any(key.startswith("sample") for row in found.rows for key in row)
     assert found.exit_code == 7
@@ -102,14 +97,14 @@ def test_the_page_of_a_run_shows_the_result_at_a_glance(tmp_path) -> None:
     found = read_records(run.directory.path)
     kinds = ("constants", "sample", "recovered", "certificate", "summary")
     views = {f"view/{kind}" for kind in kinds}
-    assert charts(found) == OVERVIEW | views
-    assert len(OVERVIEW | views) <= 20
+    assert charts(found) == wandb_logger.OVERVIEW | views
+    assert len(wandb_logger.OVERVIEW | views) <= 20
     names = sorted(set().union(*found.rows))
     first = [name for name in names if not name.startswith("_")][:12]  # a page of wandb leet
-    assert set(first) > OVERVIEW
+    assert set(first) > wandb_logger.OVERVIEW
     assert first[:2] == ["bpc/train", "bpc/val"]
     for row in read_rows(run.directory.metrics):
-        same = [r for r in found.rows if r[STEP] == row["step"]]
+        same = [r for r in found.rows if r[wandb_logger.STEP] == row["step"]]
         logged = {IN_ROWS.get(k, k).removeprefix("z/"): v for r in same for k, v in r.items()}
         assert row.items() - {("step", row["step"])} <= {
             (k, v) for k, v in logged.items() if k in row
@@ -214,17 +209,17 @@ def test_a_summary_is_added_to_no_run_but_the_online_one(tmp_path, monkeypatch, 
     monkeypatch.setattr(wandb_logger, "start", start)
     values = {"evaluation/val_bpc": 2.0, "evaluation/bound": float("inf")}
     known = {"run_id": "abc", "project": "p", "entity": None}
-    identity = known | {"folder": place_of(tmp_path)}
+    identity = known | {"folder": wandb_logger.place_of(tmp_path)}
     for mode in ("offline", "online"):
         monkeypatch.setattr(wandb_logger, "read_settings", lambda mode=mode: {"mode": mode})
-        add_to_summary(tmp_path, values, identity)
-        add_to_summary(tmp_path, values, known | {"folder": "of another"})
+        wandb_logger.add_to_summary(tmp_path, values, identity)
+        wandb_logger.add_to_summary(tmp_path, values, known | {"folder": "of another"})
     ((options,), _) = start.call_args_list[0]
     assert start.call_count == 1
     assert (options["run_id"], options["resume"], options["mode"]) == ("abc", "must", "online")
     assert summary == {"evaluation/val_bpc": 2.0}
     start.side_effect = ZeroDivisionError
-    add_to_summary(tmp_path, values, identity)
+    wandb_logger.add_to_summary(tmp_path, values, identity)
     assert "the summary of the run stays as it is" in capsys.readouterr().err
 
 
@@ -274,12 +269,12 @@ def test_what_was_typed_comes_before_wandbs_own_settings_and_these_before_our_de
 @pytest.mark.usefixtures("_no_settings")
 @pytest.mark.parametrize("server", [None, "https://wandb.example.org:8443"])
 def test_a_key_that_wandb_login_keeps_is_found(monkeypatch, server: str | None) -> None:
-    assert read_settings()["mode"] == "offline"
+    assert wandb_logger.read_settings()["mode"] == "offline"
     if server is not None:
         monkeypatch.setenv("WANDB_BASE_URL", server)
     write_netrc_auth(host=server or wandb.Settings().base_url, api_key=KEY)
     wandb.teardown()
-    assert read_settings()["mode"] == "online"
+    assert wandb_logger.read_settings()["mode"] == "online"
     monkeypatch.setenv("WANDB_BASE_URL", "https://another.example.org")
     wandb.teardown()
-    assert read_settings()["mode"] == "offline"
+    assert wandb_logger.read_settings()["mode"] == "offline"

@@ -10,22 +10,14 @@ from invformer.errors import ConfigurationError
 from invformer.numerics.norms import Norm
 from invformer.trained.states import perturb
 from studies import damage, invertibility, memory, quantised, states, steering
-from tests.support.builders import (
-    SEQ_LEN,
-    baseline,
-    contractive_model,
-    coupling,
-    random_tokens,
-    scaled_model,
-    trained_a_little,
-)
+from tests.support import builders
 from tests.support.problems import dense_jacobian
 
 MODELS = {
-    "strictly causal": scaled_model,
-    "sees itself": lambda: contractive_model(bounded=True),
-    "coupling": coupling,
-    "dot product": baseline,
+    "strictly causal": builders.scaled_model,
+    "sees itself": lambda: builders.contractive_model(bounded=True),
+    "coupling": builders.coupling,
+    "dot product": builders.baseline,
 }
 
 
@@ -33,10 +25,10 @@ MODELS = {
 @torch.no_grad()
 def test_states_and_preimages_behind_known_symbols_are_those_of_the_whole_text(name: str) -> None:
     with torch.enable_grad():
-        model, tokens = trained_a_little(MODELS[name]()).eval(), random_tokens(3)
+        model, tokens = builders.trained_a_little(MODELS[name]()).eval(), builders.random_tokens(3)
     x = model.embedding(tokens)
     z, prefix = model.stack(x), states.Prefix(model, 3)
-    for i in range(SEQ_LEN):
+    for i in range(builders.SEQ_LEN):
         one = slice(i, i + 1)
         torch.testing.assert_close(prefix.states(prefix.embed(tokens[:, one])), z[:, one])
         if name != "dot product":
@@ -48,7 +40,7 @@ def test_states_and_preimages_behind_known_symbols_are_those_of_the_whole_text(n
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_text_is_decoded_from_all_symbols_and_from_a_few(name: str) -> None:
-    model, tokens = trained_a_little(MODELS[name]()).eval(), random_tokens(2)
+    model, tokens = builders.trained_a_little(MODELS[name]()).eval(), builders.random_tokens(2)
     z = model.stack(model.embedding(tokens)).detach()
     assert torch.equal(states.decode(model, z, None, torch.full_like(z, 1e-3)).tokens, tokens)
     if name != "dot product":
@@ -56,7 +48,10 @@ def test_the_text_is_decoded_from_all_symbols_and_from_a_few(name: str) -> None:
 
 
 def test_more_candidates_are_tried_where_known_damage_rules_out_the_first() -> None:
-    model, tokens = trained_a_little(scaled_model()).eval(), random_tokens(1)
+    model, tokens = (
+        builders.trained_a_little(builders.scaled_model()).eval(),
+        builders.random_tokens(1),
+    )
     z = model.stack(model.embedding(tokens)).detach()
     far = z + 0.3 * z.std() * torch.randn(z.shape)
     within = (far - z).abs() * 1.01
@@ -113,7 +108,7 @@ def test_a_mark_without_meaning_and_a_model_without_inverse_are_refused(certifie
             steering.Case("ours", "mean difference", 1.0, "a", 3, 1, 0), torch.device("cpu")
         )
     with pytest.raises(ConfigurationError, match="no inverse"):
-        states.undoing(baseline())
+        states.undoing(builders.baseline())
 
 
 def test_a_certificate_that_fails_fails_the_verdict() -> None:

@@ -112,9 +112,6 @@ def test_an_export_killed_anywhere_is_completed_later(run: Path, tmp_path, monke
     assert invformer.load(tmp_path).certificate == model.certificate
 
 
-# --- exports that somebody made to do harm -------------------------------------------------------
-
-
 def drop_bound(model: dict[str, Any]) -> None:
     model["certificate"].pop("per_branch")
 
@@ -193,9 +190,6 @@ def test_a_path_that_an_export_names_is_read_only_if_it_is_the_text_of_the_train
         with pytest.raises(InvformerError, match=r"secret\.txt: not the text .* data\.path=PATH"):
             evaluated(exported, *quick, *more)
     assert not evaluated(exported, *quick, f"data.path={secret}").data.same_as_training
-
-
-# --- in Lightning --------------------------------------------------------------------------------
 
 
 @not_rounded
