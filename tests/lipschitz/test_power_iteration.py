@@ -95,15 +95,6 @@ def test_no_sample_depends_on_its_batch_mates_and_nan_never_converges(norm: str)
         assert not together.converged[2]
 
 
-@pytest.mark.parametrize("norm", NORMS)
-def test_estimates_leave_the_global_random_numbers_alone_and_repeat(norm: str) -> None:
-    jacobian, state = from_matrix(torch.randn(2, 12, 12), 4), torch.random.get_rng_state()
-    first, second = (operator_norm(jacobian, norm) for _ in range(2))
-    assert torch.equal(first.vector, second.vector)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert (operator_norm(from_matrix(torch.zeros(12, 12), 4), norm).value == 0).all()
-
-
 def test_close_singular_values_take_far_fewer_steps_than_plain_power_iteration() -> None:
     u, v = (torch.linalg.qr(torch.randn(60, 60))[0] for _ in range(2))
     sigma = torch.cat([torch.tensor([1.0, 0.999]), torch.linspace(0.99, 0.1, 58)])
@@ -115,9 +106,7 @@ def test_close_singular_values_take_far_fewer_steps_than_plain_power_iteration()
 
 @pytest.mark.parametrize("size", [1, 2, 3, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_vectors_that_nearly_depend_on_one_another_lead_to_no_overestimate(
-    dtype: torch.dtype, size: int
-) -> None:
+def test_nearly_dependent_vectors_lead_to_no_overestimate(dtype: torch.dtype, size: int) -> None:
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         left, _, right = torch.linalg.svd(torch.randn(size, size, generator=generator).double())
@@ -167,7 +156,7 @@ def test_a_map_that_acts_token_by_token_is_as_large_as_its_largest_token() -> No
 
 @pytest.mark.parametrize("flushed", [False, True])
 @pytest.mark.parametrize("far", [1e-17, 3e-19, 1e-21, 7e-23])
-def test_tokens_whose_squared_weight_underflows_do_not_count_more_than_they_may(
+def test_tokens_whose_square_underflows_count_no_more_than_they_may(
     far: float, flushed: bool
 ) -> None:
     mixing = 0.9 * torch.eye(8, dtype=torch.float32)
@@ -187,9 +176,7 @@ def test_tokens_whose_squared_weight_underflows_do_not_count_more_than_they_may(
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_a_map_that_is_zero_or_tiny_is_not_overestimated_and_followed_when_it_wakes_up(
-    per_token: bool,
-) -> None:
+def test_a_map_of_zero_is_not_overestimated_and_followed_when_it_wakes_up(per_token: bool) -> None:
     eye = torch.eye(64, dtype=torch.float32)[None, None]
     followed = Iteration(from_matrix(eye, 4), per_token=per_token)
     for size in (0.0, 1e-30, 1e-18):

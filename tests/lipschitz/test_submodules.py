@@ -245,9 +245,7 @@ WRONG = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_function_or_has_another_derivative_is_skipped(
-    case: str, dtype: torch.dtype
-) -> None:
+def test_no_functions_and_other_derivatives_are_skipped(case: str, dtype: torch.dtype) -> None:
     function, reason = WRONG[case]
     odd = Function(function)
     model = nn.Sequential(nn.Linear(4, 4), odd, nn.Linear(4, 4)).to(dtype)

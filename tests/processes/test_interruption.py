@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from invformer.errors import (
-    CertificateViolation,
-    CheckpointError,
-    NonFiniteError,
-    RankLost,
-)
+from invformer.errors import CertificateViolation, CheckpointError, NonFiniteError, RankLost
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.processes import interruption
 from invformer.processes.interruption import check_everywhere

@@ -10,23 +10,14 @@ from flint import arb, ctx
 from torch import Tensor, nn
 
 from invformer.branches.feed_forward import enclosed as enclosed_feed_forward
-from invformer.nn import (
-    ActivationNorm,
-    DotProductAttention,
-    FeedForward,
-    InvertibleStack,
-)
+from invformer.nn import ActivationNorm, DotProductAttention, FeedForward, InvertibleStack
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.transformer import CharTransformer, PreNormStack
 from invformer.numerics.enclosure import Enclosure
 from invformer.numerics.pairs import paired
 from invformer.proofs.enclosed_network import Network
 from tests.proofs.models import MODELS, ready
-from tests.support.builders import (
-    SEQ_LEN,
-    VOCAB,
-    random_tokens,
-)
+from tests.support.builders import SEQ_LEN, VOCAB, random_tokens
 
 ctx.prec = 200
 exactly = np.vectorize(arb, otypes=[object])
@@ -38,7 +29,7 @@ def numbers(x: Tensor) -> np.ndarray:
 
 
 @pytest.fixture(params=list(MODELS))
-def model(request: pytest.FixtureRequest) -> CharTransformer:
+def model(request) -> CharTransformer:
     """A trained model of every kind, in float32."""
     return ready(MODELS[request.param]).float()
 
@@ -139,9 +130,7 @@ def exact_states(model: CharTransformer, tokens: Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("accurate", [True, False])
 @torch.no_grad()
-def test_enclosures_of_states_contain_those_in_200_bits(
-    model: CharTransformer, accurate: bool
-) -> None:
+def test_enclosed_states_contain_those_in_200_bits(model: CharTransformer, accurate: bool) -> None:
     (tokens,), places = random_tokens(1), torch.arange(SEQ_LEN)
     with torch.no_grad():
         network = Network(model, SEQ_LEN, accurate)
@@ -161,9 +150,7 @@ def test_enclosures_of_states_contain_those_in_200_bits(
 
 
 @pytest.mark.parametrize("relative", [1e-6, 1e-2])
-def test_a_branch_of_any_input_in_an_enclosure_is_in_its_enclosure(
-    model: CharTransformer, relative: float
-) -> None:
+def test_a_branch_of_an_enclosure_is_enclosed(model: CharTransformer, relative: float) -> None:
     model = model.double()
     generator = torch.Generator().manual_seed(0)
     functions: list[Callable[[Tensor], Tensor]] = []
@@ -198,8 +185,8 @@ def test_a_branch_of_any_input_in_an_enclosure_is_in_its_enclosure(
 
 @pytest.mark.parametrize("seed", [0, 1])
 @torch.no_grad()
-def test_errors_of_inner_numbers_are_carried_to_the_top(
-    model: CharTransformer, seed: int, monkeypatch: pytest.MonkeyPatch
+def test_inner_errors_are_carried_to_the_top(
+    model: CharTransformer, seed: int, monkeypatch
 ) -> None:
     """Functions that err as they say they may: states are off, and within their enclosures."""
     model = model.double()

@@ -68,9 +68,7 @@ def off_by(error: float, x: Tensor, units: Tensor | float) -> Rows:
 @pytest.mark.parametrize("error", [1e-9, 1e-2, 1.0])
 @pytest.mark.parametrize("name", BY_ROWS)
 @torch.no_grad()
-def test_rows_within_their_errors_stay_within_them_through_a_branch(
-    name: str, error: float
-) -> None:
+def test_rows_within_errors_stay_within_them_through_a_branch(name: str, error: float) -> None:
     largest, everywhere = 0.0, torch.arange(SEQ_LEN)
     at = torch.tensor([3, 3, 7, SEQ_LEN - 1])
     for step in Network(ready(BY_ROWS[name]).double(), SEQ_LEN, False).steps:
@@ -115,9 +113,7 @@ def test_errors_do_not_grow_with_the_distance_of_keys_that_have_no_weight() -> N
 
 
 @torch.no_grad()
-def test_margins_are_the_same_if_every_number_of_every_symbol_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_margins_are_the_same_if_every_number_of_every_symbol_is_bounded(monkeypatch) -> None:
     model = ready(MODELS["l2 with channel scales"])
     tokens = random_tokens(2)
     states = model.stack(model.embedding(tokens))

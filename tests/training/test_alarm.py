@@ -37,7 +37,7 @@ def alarm_of(run: object) -> Alarm:
 
 
 @pytest.fixture
-def _nervous(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nervous(monkeypatch) -> None:
     """It sounds for any branch that has grown by a thousandth."""
     monkeypatch.setattr(alarm, "GROWTH", 1.001)
 
@@ -58,9 +58,7 @@ def test_blocks_are_the_members_of_the_outermost_lists() -> None:
 
 
 @pytest.mark.usefixtures("_nervous")
-def test_it_warns_once_and_changes_no_number(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_warns_once_and_changes_no_number(folder: Path, capfd) -> None:
     quiet, warned = (fitted(words(folder, mode, mode)) for mode in ("off", "warn"))
     lines = [line for line in capfd.readouterr().err.splitlines() if "times its start" in line]
     assert lines == [alarm_of(warned).sounded]
@@ -137,7 +135,7 @@ class Foreign(L.LightningModule):
 @pytest.mark.usefixtures("_nervous")
 @pytest.mark.parametrize(("mode", "steps"), [("off", 120), ("warn", 120), ("stop", 25)])
 def test_it_watches_the_blocks_of_a_foreign_model_and_stops_its_trainer(
-    mode: alarm.AlarmMode, steps: int, capfd: pytest.CaptureFixture[str]
+    mode: alarm.AlarmMode, steps: int, capfd
 ) -> None:
     data = torch.utils.data.DataLoader(torch.ones(120, 3), batch_size=1)
     monitor = LipschitzMonitor(torch.ones(1, 3), every=10, alarm=mode)

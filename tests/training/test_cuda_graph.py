@@ -42,7 +42,7 @@ def trained(folder: Path, name: str, *words: str) -> tuple[list[torch.Tensor], l
 
 
 @pytest.fixture
-def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
+def replaying(monkeypatch) -> None:
     """Modules and probes replay and estimates run early, as on a GPU."""
     one_pass = property(lambda self: self.module.trainer.accumulate_grad_batches == 1)
     monkeypatch.setattr(StepGraphs, "replays", one_pass)
@@ -138,7 +138,7 @@ WAYS = [after_a_failure, with_more_batches_a_step, validated_later, validated_tw
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("way", WAYS)
-def test_no_graph_is_replayed_that_does_not_fit(way: Any, request: pytest.FixtureRequest) -> None:
+def test_no_graph_is_replayed_that_does_not_fit(way: Any, request) -> None:
     expected = way()
     request.getfixturevalue("replaying")
     with noted_graphs():
@@ -147,9 +147,7 @@ def test_no_graph_is_replayed_that_does_not_fit(way: Any, request: pytest.Fixtur
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_replayed_step_changes_weights_and_rows_in_nothing(
-    model: str, folder: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_replayed_step_changes_no_weight_and_no_row(model: str, folder: Path, request) -> None:
     words = (f"model={model}", *MODELS[model])
     weights, rows = trained(folder, "launched", *words)
     request.getfixturevalue("replaying")

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from invformer import commands
-from invformer.errors import DataError
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from tests.support.saved_runs import evaluated
@@ -31,9 +30,7 @@ def tuned(folder: Path, *more: str) -> Run:
     return built([*own, f"init_from={folder / 'a'}", *more])
 
 
-def test_a_run_starts_with_the_model_of_another_and_is_continued_and_evaluated(
-    trained: Path,
-) -> None:
+def test_a_run_starts_with_the_model_of_another_and_continues(trained: Path) -> None:
     run = tuned(trained, "optim.lr=1e-9")
     assert run.config.model.name == "contractive_bounded"
     assert run.config.model.d_ff == 24
@@ -46,16 +43,6 @@ def test_a_run_starts_with_the_model_of_another_and_is_continued_and_evaluated(
     fit(again)
     report = evaluated(trained / "b", "evaluate.lipschitz_sequences=0")
     assert report.data.same_as_training
-
-
-def test_a_text_that_the_vocabulary_does_not_cover_is_refused_by_its_characters(
-    trained: Path,
-) -> None:
-    (trained / "other.txt").write_text("Ωπ" + OTHER)
-    with pytest.raises(
-        DataError, match=r"other.txt: the vocabulary of the model lacks 'Ω', 'π'; take"
-    ):
-        tuned(trained)
 
 
 @pytest.mark.parametrize("word", ["model=l2", "model.d_ff=3", "data.seq_len=8"])

@@ -9,7 +9,6 @@ import torch
 from invformer import load
 from invformer.nn.proof import certify
 from invformer.runs.run_log import read_rows
-from invformer.training.branch_monitor import Stopwatch
 from invformer.training.fit import Run, fit
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.rows import Rows
@@ -92,14 +91,6 @@ def test_fewer_estimates_are_made_where_that_is_asked_for(folder: Path) -> None:
     assert monitor.inputs.shape == (2, 16)
 
 
-@pytest.mark.parametrize("model", [(), ("model=dot_product",)])
-def test_the_probe_text_is_as_long_as_the_windows_that_are_trained(
-    folder: Path, model: tuple[str, ...]
-) -> None:
-    monitor = run_with(folder, *model).callback(LipschitzMonitor)
-    assert monitor.inputs.shape == (1, 32)
-
-
 class Foreign(L.LightningModule):
     """Somebody else's model."""
 
@@ -122,9 +113,7 @@ class Foreign(L.LightningModule):
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
 )
-def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(monkeypatch) -> None:
     weights, said = [], []
     monkeypatch.setattr("invformer.training.monitor.rank_zero_info", said.append)
     for inputs in (None, (torch.ones(2, 3), "more")):
@@ -150,7 +139,7 @@ def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(
 @pytest.mark.usefixtures("single_precision")
 @pytest.mark.parametrize(("precision", "measured"), [("64-true", True), ("bf16-true", False)])
 def test_inputs_have_the_precision_of_a_foreign_trainers_batches_and_skips_are_told_once(
-    precision: str, measured: bool, monkeypatch: pytest.MonkeyPatch
+    precision: str, measured: bool, monkeypatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("invformer.training.monitor.rank_zero_info", said.append)
@@ -160,19 +149,3 @@ def test_inputs_have_the_precision_of_a_foreign_trainers_batches_and_skips_are_t
     assert ("net" not in monitor.skipped) == measured
     assert len(said) == 1
     assert monitor.inputs.dtype == torch.float32  # the next trainer may have another precision
-
-
-def test_a_stopwatch_compares_what_is_inside_with_what_is_outside(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watch, now = Stopwatch(torch.device("cpu")), [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    assert watch.share(until=0.0) is None
-    for turn in range(4):
-        before_validation = watch.mark()
-        now[0] += 100.0 * (turn == 3)
-        with watch:
-            now[0] += 1.0
-        now[0] += 10.0
-    assert watch.share(before_validation) == pytest.approx(0.1)
-    assert watch.share(before_validation) is None

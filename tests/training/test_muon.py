@@ -12,8 +12,6 @@ from invformer.kernels import native
 from invformer.training.muon import (
     MOMENTUM,
     UPDATE_RMS,
-    as_matrices,
-    as_parameter,
     orthogonalised,
     orthogonalised_together,
     update,
@@ -79,14 +77,6 @@ def test_matrices_of_one_shape_are_updated_together_as_each_alone() -> None:
     for index, weight in enumerate(start):
         stepped([weight], [[of_step[index]] for of_step in gradients], lr=0.1, weight_decay=0.1)
         torch.testing.assert_close(together[index], weight)
-
-
-@pytest.mark.parametrize("shape", [(3, 8, 4), (2, 4, 8), (5, 4, 4), (3, 2, 8, 4), (6, 4)])
-def test_heads_are_joined_to_one_matrix_and_come_apart_again(shape: tuple[int, ...]) -> None:
-    stack = torch.randn(shape)
-    matrices = as_matrices(stack)
-    assert len(matrices) == (3 if len(shape) == 4 else 1)
-    assert torch.equal(as_parameter(matrices, stack.shape), stack)
 
 
 def test_queries_keys_and_values_in_one_are_three_matrices() -> None:

@@ -12,11 +12,9 @@ import torch
 
 from invformer.errors import Interrupted
 from invformer.evaluation.bits_per_character import BitsPerCharacter
-from invformer.numerics.rounding import upwards
 from invformer.processes import exit as ending
 from invformer.runs.run_log import read_rows
-from invformer.training.fit import Run, first_words, fit
-from invformer.training.progress import percent
+from invformer.training.fit import Run, fit
 from tests.support.small_runs import TEXT, StopAt, built, fitted, losses, newest, options
 
 SHORT = ("trainer.max_steps=20", "trainer.val_every=10", "monitor.flush_every=1")
@@ -28,9 +26,7 @@ def run_of(folder: Path, *more: str) -> Run:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_without_a_terminal_a_run_is_a_story_of_few_lines(
-    folder: Path, capsys: pytest.CaptureFixture[str], accumulate: int
-) -> None:
+def test_without_a_terminal_a_run_is_a_few_lines(folder: Path, capsys, accumulate: int) -> None:
     fit(run_of(folder, f"trainer.accumulate={accumulate}", "trainer.progress=true"))
     said = capsys.readouterr().out
     assert "\r" not in said
@@ -50,16 +46,7 @@ def test_without_a_terminal_a_run_is_a_story_of_few_lines(
     ]
 
 
-def test_suggested_words_have_no_control_characters(folder: Path) -> None:
-    log = folder / "log.txt"
-    log.write_text("\x1b[31merror\x1b[0m in a long line\0of a log\n" * 50)
-    run = run_of(folder, f"data.path={log}")
-    assert first_words(run.data) == "[0m in a long line"
-
-
-def test_a_finished_run_says_so_and_starts_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_says_so_and_starts_nothing(folder: Path, capsys, monkeypatch) -> None:
     fit(run_of(folder))
     result = capsys.readouterr().out.rpartition("steps/s\n")[2]
     run = run_of(folder, "logger.name=wandb", "logger.mode=offline")
@@ -70,9 +57,7 @@ def test_a_finished_run_says_so_and_starts_nothing(
     assert capsys.readouterr().out == first + result
 
 
-def test_an_interruption_names_the_command_that_continues(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_names_the_next_command(folder: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(ending, "stopping", threading.Lock())
     run = built(options(folder, "a", *SHORT), StopAt(5, signal.SIGINT))
     with pytest.raises(Interrupted, match="interrupted at step 6 by SIGINT, saved") as stopped:
@@ -86,9 +71,7 @@ def test_an_interruption_names_the_command_that_continues(
     assert re.search(r"continuing from step 6\nstep  8/20  train \S+  \S+ steps/s", said)
 
 
-def test_a_run_whose_time_is_over_validates_saves_and_continues_to_the_same_weights(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_time_is_over_continues_to_the_same_weights(folder: Path, capsys) -> None:
     more = ("trainer.max_steps=3", "trainer.max_time=00:00:00", "trainer.accumulate=2")
     for step in (1, 2, 3):
         fit(run_of(folder, *more))
@@ -107,7 +90,7 @@ RISING = [3.0, 2.0, 2.5, 2.5, 1.9, 2.0, 2.1]
 
 
 def test_a_run_without_a_better_validation_says_so_and_ends_where_its_patience_does(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.setattr(BitsPerCharacter, "compute", lambda self: torch.tensor(next(values)))
     more = ("trainer.max_steps=14", "trainer.val_every=2", "optim.warmup_steps=1")
@@ -128,22 +111,7 @@ def test_a_run_without_a_better_validation_says_so_and_ends_where_its_patience_d
     assert losses(folder / "a") == losses(folder / "whole")
 
 
-def test_what_a_short_text_and_unknown_characters_mean_is_said(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "mixed.txt").write_text("1 and 2 is 3; " * 60 + "ж" * 85)
-    fit(run_of(folder, f"data.path={folder / 'mixed.txt'}"))
-    said = capsys.readouterr().out
-    assert re.search(r"20 steps read the text 3\.\d+ times\n", said)
-    unknown = r"100 % of the symbols recovered; \d+\.\d% of these are unknown to this vocabulary"
-    assert re.search(unknown, said)
-    fit(run_of(folder, "run.name=long", "trainer.max_steps=300", "trainer.max_time=00:00:00"))
-    assert "times: often learnt by heart, so watch val" in capsys.readouterr().out
-
-
-def test_a_terminal_has_a_bar_that_continues_where_the_run_does(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_has_a_bar_that_continues_too(folder: Path, capsys, monkeypatch) -> None:
     fit(run_of(folder))
     capsys.readouterr()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -154,9 +122,3 @@ def test_a_terminal_has_a_bar_that_continues_where_the_run_does(
     assert [line[:10] for line in said.out.splitlines() if line.startswith("step")] == [
         "step 30/30"
     ]
-
-
-def test_numbers_are_rounded_to_the_safe_side() -> None:
-    assert upwards(0.49991, 4) == "0.5000"
-    assert percent(0.99999) == "99.9 %"
-    assert percent(1.0) == "100 %"

@@ -1,6 +1,5 @@
 """The average of the weights is the formula's, and it is what a run validates and leaves behind."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,7 +11,6 @@ from invformer.nn import certify
 from invformer.runs.checkpoint import LEARNING, PREFIX
 from invformer.runs.run_log import read_rows
 from invformer.training.weight_average import WeightAverage
-from tests.support.launches import Launches
 from tests.support.small_runs import newest, own_trainer
 from tests.training.test_loop import fitted
 
@@ -35,16 +33,9 @@ def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
     assert model.weight.equal(learning)
 
 
-def test_a_step_is_one_launch_for_all_weights() -> None:
-    average = WeightAverage(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4)), decay=0.4)
-    with Launches() as launches:
-        average.update(0)
-    assert launches.count == 1
-
-
 @pytest.mark.usefixtures("single_precision", "without_plots")
 @pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
-def test_a_run_validates_certifies_and_saves_the_average(tmp_path: Path, model: str) -> None:
+def test_a_run_validates_certifies_and_saves_the_average(tmp_path, model: str) -> None:
     options = [f"model={model}", "optim.ema_decay=0.9", "trainer.val_every=3"]
     run = fitted(tmp_path, "ema", *options)
     saved = newest(run.directory.path)
@@ -73,7 +64,7 @@ class Trained(L.Callback):
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore:.*many workers")
 @pytest.mark.usefixtures("single_precision", "without_plots")
-def test_another_trainer_validates_the_average_and_trains_what_learns(tmp_path: Path) -> None:
+def test_another_trainer_validates_the_average_and_trains_what_learns(tmp_path) -> None:
     run = fitted(tmp_path, "ema", "optim.ema_decay=0.9", "trainer.precision=32-true")
     module, watch = run.module, Trained()
     learning = module.average.kept["head.weight"].clone()
