@@ -161,7 +161,7 @@ ATTACKS: dict[str, Attack] = {
     "an address": lambda path, canary: "https://example.org/x",
     **{
         f"{what} as {name}": replaced(name, make)
-        for name in (WEIGHTS, MANIFEST)
+        for name in (WEIGHTS, MODEL, MANIFEST)
         for what, make in {
             "a link": lambda path: path.symlink_to(path.parent.parent / path.name),
             "a pipe": os.mkfifo,
@@ -172,6 +172,7 @@ ATTACKS: dict[str, Attack] = {
     # --- JSON ---
     **{f"depth in {name}": put(name, DEEP) for name in (MODEL, STATE, MANIFEST)},
     "bytes that are no text": put(MODEL, b"\xff\xfe{}"),
+    **{f"{n} cut short": put(n, lambda content: content[:-9]) for n in (MODEL, WEIGHTS)},
     "null": put(MODEL, b"null"),
     "a manifest without a file": edited(MANIFEST, lambda m: m["files"].pop(STATE)),
     "a manifest of version 2": edited(MANIFEST, lambda m: m.update(version=2)),

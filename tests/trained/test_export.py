@@ -1,6 +1,5 @@
 """Folders to share: the same model, nothing that must not be shared, and no harm done by them."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import invformer
 from invformer.errors import CertificateViolation, CheckpointError, InvformerError
 from invformer.runs.checkpoint import MANIFEST, MODEL, WEIGHTS, read_checkpoint
 from invformer.training.module import CharLanguageModel
-from tests.runs.hostile import edit_json, edited, first, put, replaced, set_key, with_weights
+from tests.runs.hostile import edit_json, edited, first, put, set_key, with_weights
 from tests.support.saved_runs import Saved, evaluated
 
 pytestmark = pytest.mark.usefixtures("single_precision")
@@ -116,16 +115,8 @@ def drop_bound(model: dict[str, Any]) -> None:
     model["certificate"].pop("per_branch")
 
 
-def one_nan(weights: dict[str, torch.Tensor]) -> None:
-    name = next(name for name, weight in weights.items() if weight.is_floating_point())
-    weights[name].view(-1)[0] = torch.nan
-
-
 ATTACKS: dict[str, Callable[[Path, Path], Any]] = {
-    **{f"{n} cut short": put(n, lambda content: content[:-9]) for n in (MODEL, WEIGHTS)},
-    "no safetensors": put(WEIGHTS, b"{}"),
     "a flipped bit of the header": put(WEIGHTS, lambda c: c[:9] + bytes([c[9] ^ 4]) + c[10:]),
-    "a single NaN": with_weights(one_nan),
     "a tensor less": with_weights(lambda w: w.pop(first(w))),
     "a tensor of one entry": with_weights(
         lambda w: w.update({k: w[k].flatten()[:1].clone() for k in w})
@@ -143,15 +134,6 @@ ATTACKS: dict[str, Callable[[Path, Path], Any]] = {
         "vocabulary.characters", "".join(map(chr, range(0x10000, 0x60000)))
     ),
     "other bits": edited(MODEL, lambda m: m.update(weight_bits=2 if "weight_bits" in m else 5.5)),
-    **{
-        f"{what} as {name}": replaced(name, make)
-        for name in (WEIGHTS, MODEL, MANIFEST)
-        for what, make in {
-            "a link": lambda path: path.symlink_to(path.parent.parent / path.name),
-            "a pipe": os.mkfifo,
-            "a folder": Path.mkdir,
-        }.items()
-    },
 }
 
 
