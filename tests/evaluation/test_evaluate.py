@@ -1,5 +1,6 @@
-"""What an evaluation makes of checkpoints whose numbers are not what training leaves."""
+"""What an evaluation makes of checkpoints and of texts that go up and come back."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +11,12 @@ import torch
 
 from invformer.data.corpora import read_corpus
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
+from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.lipschitz import measured_branches
+from invformer.nn.proof import certify
 from invformer.report.page import keep
 from invformer.report.table import print_table
-from tests.support.builders import contractive_model, random_tokens
+from tests.support.builders import VOCAB, contractive_model, random_tokens, trained_a_little
 from tests.support.saved_runs import SUMS, Saved, evaluated
 
 QUICK = ("evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0")
@@ -172,3 +175,45 @@ def test_a_bound_stands_beside_the_estimate_of_its_own_branch() -> None:
             bound = branch.causal_bound() if diagonal else branch.lipschitz_bound(norm)
             assert rows[name].bound == bound
         assert len({row.bound for row in rows.values()}) == len(rows)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_character_is_proven(dtype: torch.dtype, certificate: str, bounded: bool) -> None:
+    model = trained_a_little(contractive_model(0.7, certificate, bounded=bounded)).eval()
+    tokens = named_tokens(4)
+    trip = round_trip(model, tokens, dtype)
+    assert trip.certificate.dtype == trip.reconstruction().dtype == str(dtype)[6:]
+    assert torch.equal(trip.decoded, tokens)
+    proof = trip.proof()
+    assert proof.proven.all()
+    assert 0 < proof.distance.max() < proof.radius.min() < proof.margin.min()
+    if certificate == "causal":
+        assert trip.reconstruction().error_bound == math.inf
+
+
+def named_tokens(batch: int) -> torch.Tensor:
+    """Random symbols without the unknown one."""
+    return random_tokens(batch).clamp(min=1)
+
+
+def test_a_proven_character_that_is_wrong_is_a_violated_certificate() -> None:
+    model = trained_a_little(contractive_model()).eval()
+    tokens = named_tokens(2)
+    wrong = tokens.clone()
+    wrong[1, 3] = wrong[1, 3] % (VOCAB - 1) + 1
+    trip = replace(round_trip(model, wrong, torch.float64), tokens=tokens)
+    assert trip.reconstruction().characters_recovered == 1 - 1 / tokens.numel()
+    with pytest.raises(CertificateViolation, match="character 3 of sequence 1"):
+        trip.proof()
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_diagonal_blocks_of_a_stack_held_in_token_max_have_a_certificate_too(bounded: bool) -> None:
+    model = trained_a_little(contractive_model(bounded=bounded)).eval()
+    whole, blocks = certify(model), certify(model, kind="causal")
+    assert (whole.kind, blocks.kind, blocks.total) == ("global", "causal", None)
+    for name, bound in blocks.per_branch.items():
+        assert bound <= whole.per_branch[name] * (1 + 1e-12)
+        assert bound < whole.per_branch[name] or not name.endswith("attention")

@@ -1,21 +1,16 @@
-"""What is compiled and when, what there is without a compiler, and what the host keeps."""
+"""What is compiled and when, where it is kept, and what there is without a compiler."""
 
 import ctypes
-import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import deterministic
 
 from invformer.config.load import load_config
 from invformer.errors import ConfigurationError
 from invformer.kernels import native
 from invformer.kernels.attention import attend_l2, choose
-from invformer.kernels.host import leave_new_memory_unfilled
 from invformer.kernels.native_attention import NOTHING, _call
 from invformer.runs.machine import refuse_missing_requirements
 from tests.kernels.test_attention import needs_compiler, position
@@ -153,31 +148,3 @@ def test_too_little_memory_is_an_error_of_its_own() -> None:
 def test_the_mark_for_the_compiler_is_the_one_that_torch_sets() -> None:
     marked = torch.compiler.assume_constant_result(lambda: True)
     assert vars(native.is_available).items() >= vars(marked).items() != {}.items()
-
-
-STEPS = """
-import resource, torch
-from invformer.kernels.host import keep_freed_memory
-
-def faults() -> int:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(2):
-        torch.ones(2**24)  # 64 MiB, freed at once
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-returned = [faults() for _ in range(2)]
-assert keep_freed_memory()
-kept = [faults() for _ in range(8)]  # until blocks lie where later ones fit
-assert kept[-1] < returned[-1] / 10, (returned, kept)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_large_blocks_come_without_new_pages_once_freed_memory_is_kept() -> None:
-    subprocess.run([sys.executable, "-c", STEPS], check=True)
-
-
-def test_new_memory_is_left_as_it_comes(monkeypatch) -> None:
-    monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
-    leave_new_memory_unfilled()
-    assert not torch.utils.deterministic.fill_uninitialized_memory

@@ -2,18 +2,21 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 
-from invformer.evaluation.marked_text import MarkedText
+from invformer.data.vocabulary import Vocabulary
+from invformer.evaluation.marked_text import MarkedText, readable
 from invformer.evaluation.result import Evaluation, SampledText
 from invformer.nn.certificate import Certificate
 from invformer.report import table
 from invformer.report.page import keep, keep_comparison, page
 from invformer.report.plots import draw_summary, in_words, last_constants, plot_run, read_curves
+from invformer.report.recovered_text import cell_width, lines_of
 from tests.support.processes import python
 from tests.support.saved_runs import Saved
 from tests.support.small_runs import write_rows
@@ -224,3 +227,39 @@ def test_plotting_touches_no_global_state_and_importing_loads_no_matplotlib() ->
     )
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
+
+
+def test_bytes_are_shown_as_the_characters_that_they_are() -> None:
+    symbols = "Hé 🦊".encode().decode("latin-1")
+    proven = (True, True, False, True, True, True, True, True)
+    shown = partial(readable, Vocabulary.of_bytes())
+    assert shown(symbols, symbols, proven) == ("Hé 🦊", "Hé 🦊", (True, False, True, True))
+    assert shown(None, symbols, proven) == (None, "Hé 🦊", (True, False, True, True))
+    for text, recovered in (("ab", "aé"), (None, "\xf0\x9f"), (None, "a\ufffd")):
+        assert shown(text, recovered, (True, False)) == (text, recovered, (True, False))
+
+
+@pytest.mark.parametrize(
+    ("text", "recovered", "marks", "rows"),
+    [
+        ("a好b", "a好b", "✓·✓", ["a好b", "a好b", "✓· ✓"]),
+        ("😀!", "?!", "✗✓", ["😀!", "? !", "✗ ✓"]),
+        ("e\u0301x", "e\u0301x", "✓·✓", ["e\u0301x", "e\u0301x", "·✓"]),
+        ("e\u0301x", "eqx", "✓✗✓", ["e\u0301 x", "eqx", "✓✗✓"]),
+        ("\u0301x", "\u0301x", "✓✓", ["\u0301x", "\u0301x", "✓✓"]),
+        ("a\u202eb\n", "a\u202eb\n", "✓✓·✓", [r"a\u202eb⏎", r"a\u202eb⏎", "✓✓     ·✓"]),
+        ("한글", "한글", "✓✓", ["한글", "한글", "✓ ✓ "]),
+    ],
+)
+def test_marks_stand_below_symbols(text: str, recovered: str, marks: str, rows: list[str]) -> None:
+    assert list(lines_of(text, recovered, marks)) == [(len(text), rows)]
+
+
+@pytest.mark.parametrize("character", ["a", "好", "e\u0301"])
+def test_lines_break_at_the_cells_of_a_terminal_and_lose_nothing(character: str) -> None:
+    text = character * 100
+    found = list(lines_of(text, text, "✓" * len(text)))
+    assert "".join(rows[0] for _, rows in found) == text
+    assert all(cell_width(row) <= 72 for _, rows in found for row in rows)
+    assert found[-1][0] == len(text)
+    assert cell_width(found[0][1][0]) == 72

@@ -3,9 +3,6 @@
 import json
 import math
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -161,19 +158,6 @@ def test_a_file_that_is_no_table_of_its_rows_is_refused(tmp_path, content: bytes
     assert (tmp_path / "rows.csv").read_bytes() == content
 
 
-def test_a_signal_ends_a_study_in_one_line_and_its_own_code(tmp_path) -> None:
-    words = [f"out={tmp_path}", "num_steps=1000000", "num_threads=1"]
-    study = subprocess.Popen(
-        [sys.executable, "-m", "studies.tightness", *words], stderr=subprocess.PIPE, text=True
-    )
-    while study.poll() is None and not (tmp_path / "rows.csv").exists():
-        time.sleep(0.05)
-    study.terminate()
-    _, error = study.communicate(timeout=60)
-    assert study.returncode == 143
-    assert error == "error: stopped by SIGTERM\n"  # before the first row
-
-
 def test_the_list_has_every_study_with_its_line_and_names_the_one_that_was_meant(capsys) -> None:
     assert listing.main([]) == 0
     out = capsys.readouterr().out
@@ -225,15 +209,6 @@ def test_rows_come_back_from_the_file_exactly(
     table.append(case, row)
     table.append(replace(case, number=number + 1), row)
     assert table.read() == {case: row, replace(case, number=number + 1): row}
-
-
-def test_nan_is_written_and_read_as_nan(tmp_path) -> None:
-    table = RowFile(tmp_path / "rows.csv", Case, Result)
-    table.read()
-    table.append(Case(1, 0.0, "odd", None), Measured(Result(math.nan, [math.inf]), 0.0, "", ""))
-    (row,) = table.read().values()
-    assert math.isnan(row.result.square)
-    assert row.result.history == [math.inf]
 
 
 PROGRAM = """

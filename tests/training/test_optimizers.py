@@ -1,17 +1,29 @@
-"""Optimisers and schedule."""
+"""Optimisers and schedule; Muon against singular values and PyTorch's own."""
 
+from collections import defaultdict
 from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
+from invformer.branches.dot_product import DotProductAttention
 from invformer.config.schema import OptimConfig
+from invformer.kernels import native
+from invformer.training.muon import (
+    MOMENTUM,
+    UPDATE_RMS,
+    orthogonalised,
+    orthogonalised_together,
+    update,
+)
 from invformer.training.optimizers import (
     build_optimizer,
     learning_rates,
     split_matrices,
     warmup_cosine,
 )
+from invformer.weights.position_bias import RelativePositionBias
 from tests.support.builders import contractive_model
 
 OPTIONS = {"lr": 1e-2, "muon_lr": 2e-2, "weight_decay": 0.0}
@@ -47,3 +59,76 @@ def test_the_schedule_warms_up_linearly_and_ends_at_its_floor() -> None:
     assert rates[4] == 1.0
     assert rates[20] == pytest.approx(0.1)
     assert all(a >= b for a, b in pairwise(rates[4:]))
+
+
+def stepped(parameters: list[Tensor], gradients: list[list[Tensor]], **options: float) -> None:
+    defaults = {"weight_decay": 0.0, "momentum": MOMENTUM, "parts": 1}
+    group, memory = {"params": parameters, **defaults, **options}, defaultdict(dict)
+    for of_step in gradients:
+        for parameter, gradient in zip(parameters, of_step, strict=True):
+            parameter.grad = gradient.clone()
+        update(group, memory)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6), (3, 5, 9)])
+def test_singular_values_become_one_and_vectors_stay(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape)
+    found = orthogonalised(matrix)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    towards = u.mT @ found @ vh.mT
+    values = towards.diagonal(dim1=-2, dim2=-1)
+    away = towards - torch.diag_embed(values)
+    assert away.abs().max() < 1e-10
+    strong = s > 0.02 * torch.linalg.matrix_norm(matrix)[..., None]
+    assert (values[strong] > 0.68).all()
+    assert (values < 1.21).all()
+
+
+@pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-5), (torch.float64, 1e-11)])
+def test_compiled_code_finds_the_same_directions(dtype: torch.dtype, close: float) -> None:
+    shapes = [(3, 40, 40), (1, 70, 33), (2, 33, 70), (1, 5, 40), (1, 40, 40)]
+    batches = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    batches[0] = batches[0].mT * torch.logspace(0, -4, 40, dtype=dtype)  # near singular
+    batches[-1].zero_()
+    for batch, found in zip(batches, orthogonalised_together(batches), strict=True):
+        expected = orthogonalised(batch.double()) * UPDATE_RMS * max(batch.shape[1:]) ** 0.5
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=close)
+
+
+def test_a_step_is_that_of_pytorch_up_to_its_bfloat16() -> None:
+    ours, theirs = torch.randn(12, 30), torch.nn.Parameter(torch.empty(12, 30))
+    theirs.data.copy_(ours)
+    gradients = [torch.randn(12, 30) for _ in range(3)]
+    options = {"lr": 0.1, "weight_decay": 0.5, "momentum": 0.9}
+    stepped([ours], [[g] for g in gradients], **options)
+    reference = torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options)
+    for gradient in gradients:
+        theirs.grad = gradient.clone()
+        reference.step()
+    torch.testing.assert_close(ours, theirs.data, rtol=0, atol=0.1 * 3 * 0.03)
+
+
+def test_matrices_of_one_shape_are_updated_together_as_each_alone() -> None:
+    shapes = [(6, 10), (10, 6), (6, 10), (3, 8, 4), (3, 2, 4, 6), (7, 7)]
+    start = [torch.randn(s) for s in shapes]
+    gradients = [[torch.randn(s) for s in shapes] for _ in range(2)]
+    together = [w.clone() for w in start]
+    stepped(together, gradients, lr=0.1, weight_decay=0.1)
+    for index, weight in enumerate(start):
+        stepped([weight], [[of_step[index]] for of_step in gradients], lr=0.1, weight_decay=0.1)
+        torch.testing.assert_close(together[index], weight)
+
+
+def test_queries_keys_and_values_in_one_are_three_matrices() -> None:
+    attention = DotProductAttention(8, 2, RelativePositionBias(2, 4))
+    gradient = torch.randn(24, 8)
+    before = attention.qkv.weight.detach().clone()
+    optimizer = build_optimizer(attention, OptimConfig(muon_lr=0.1, weight_decay=0.0))
+    for parameter in attention.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    attention.qkv.weight.grad = gradient.clone()
+    optimizer.step()
+    apart = [w.clone() for w in before.chunk(3)]
+    stepped(apart, [list(gradient.chunk(3))], lr=0.1)
+    torch.testing.assert_close(attention.qkv.weight.detach(), torch.cat(apart))
