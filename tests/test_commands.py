@@ -69,6 +69,12 @@ def test_a_text_is_taken_as_it_is_typed(typed: Typed, text: str) -> None:
     )
 
 
+def test_a_prompt_comes_from_a_pipe(typed: Typed, monkeypatch) -> None:
+    piped = io.BytesIO(b"\xef\xbb\xbf7 times")  # with a byte order mark, which is no text
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=piped, isatty=lambda: False))
+    assert typed("sample", "length=3").startswith("7 times")
+
+
 def test_a_standard_input_that_is_closed_has_no_text(typed: Typed, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert typed("sample", "length=3").startswith("\n")
@@ -110,15 +116,6 @@ def test_a_long_text_is_shown_at_once_and_again_with_what_is_proven(typed: Typed
     said = typed("invert", f"text={LONG}", "prove=false")
     assert "✓" not in said
     assert f"{len(LONG)} of {len(LONG)} characters recovered, 0 of {len(LONG)} proven" in said
-
-
-def test_characters_that_the_search_replaced_are_shown_again(typed: Typed) -> None:
-    said = typed("invert", "text=12 times 12", "noise=2")
-    nearest, found = re.findall(r"^  recovered +(.*)$", said, re.M)
-    assert nearest != found
-    assert re.search(
-        rf"^  text       12 times 12\n  recovered  {re.escape(found)}\n  proven", said, re.M
-    )
 
 
 def test_what_was_proven_before_a_signal_is_printed(
@@ -174,10 +171,8 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path) -> 
     ("name", "words", "code", "says"),
     [
         ("sample", ["tempreature=1"], 2, "did you mean 'temperature'?"),
-        ("sample", ["top_p=0"], 2, "top_p: 0.0 is not in (0, 1]"),
         ("invert", ["text=a", "file=b"], 2, "file: give one of text, file and states"),
         ("invert", ["file=missing"], 3, "error: missing: No such file or directory\n"),
-        ("invert", ["file=~nobody-here/a"], 3, "~nobody-here/a: No such file or directory"),
         ("invert", ["states=missing"], 3, "missing: not a safetensors file of states"),
         ("invert", ["text=a", "save_states=."], 7, ": cannot be written (not a regular file)"),
         ("export", ["out=new", "bits=9"], 2, "bits: 9 is not in [2, 8]"),
@@ -199,14 +194,9 @@ def test_a_value_that_does_not_fit_is_named(
         (["train", "data=text_file", "data.path=no.txt"], 3, "no.txt: no such file or folder"),
         (["train", "data=text_file", "data.path=-"], 3, "data.path: - is standard input, which"),
         (["export", "checkpoint=configs", "out=docs"], 7, "docs is not empty; name a new folder"),
-        (
-            ["train", "data=text_file", "data.path=quotes"],
-            3,
-            "quotes: byte 0x93 at offset 2 is not",
-        ),
+        (["train", "data=text_file", "data.path=quotes"], 3, "quotes: byte 0x93 at offset 2"),
         (["train", "data.path=caf\udce9"], 2, "data.path: its name is not UTF-8; rename it"),
         (["train", "config=~nobody-here/a.yaml"], 2, "~nobody-here/a.yaml: No such file"),
-        (["sample", "checkpoint=no"], 4, "no does not exist"),
         (["sample", "checkpoint=configs/no"], 4, "configs/no does not exist"),  # not on the Hub
         (["train", "init_from=configs/no"], 4, "configs/no does not exist"),
     ],

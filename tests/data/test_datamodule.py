@@ -1,6 +1,7 @@
 """A resumed run sees exactly the batches an uninterrupted one sees; short text is refused."""
 
 import itertools
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -85,13 +86,6 @@ def test_a_run_of_several_short_epochs_is_continued_to_its_end(tmp_path) -> None
     assert num_steps(tmp_path / "saved.ckpt") == 20
 
 
-def test_an_epoch_goes_on_where_the_one_before_ended(tmp_path) -> None:
-    limited, endless = Recorder(), Recorder()
-    saving_trainer(tmp_path, 99, max_epochs=3, limit_train_batches=4).fit(limited, make_data())
-    saving_trainer(tmp_path, 99, max_steps=12).fit(endless, make_data())
-    assert limited.batches == endless.batches
-
-
 def test_the_state_is_plain_and_survives_without_a_trainer() -> None:
     data = make_data()
     data.load_state_dict({"next_batch": 10, "global_step": 5, "windows_per_batch": 8})
@@ -149,3 +143,10 @@ def test_what_a_refusal_names_works(tmp_path, num_characters: int, words: tuple[
         except DataError as error:
             words += tuple(re.findall(r"data\.\w+=[0-9.]+", str(error).split("); ")[1]))
     pytest.fail(" ".join(words))
+
+
+def test_unknown_characters_are_counted_and_reported(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        data = make_data(make_corpus("abcd" * 5, "abcdéabcdèabcd?abcd?"))
+    assert data.tokens("val").tolist() == [1, 2, 3, 4, 0] * 4
+    assert "20 % of the validation text is not in the vocabulary" in caplog.text

@@ -92,12 +92,6 @@ def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
     assert report.data.unknown_rate == 0
 
 
-def test_a_replacement_character_is_one_that_a_vocabulary_may_lack() -> None:
-    with pytest.raises(DataError, match="lacks '\ufffd'"):
-        Vocabulary.from_text("ab").require(["ab\ufffd"], "text")
-    Vocabulary.from_text("a\ufffd").require(["\ufffd"], "text")
-
-
 def test_unknown_characters_are_refused_where_that_is_asked_for(folder: Path) -> None:
     (folder / "squares.txt").write_text(TEXT + "Ω" * 60, encoding="utf-8")
     with pytest.raises(

@@ -13,7 +13,6 @@ from invformer.data.corpora import read_corpus
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
 from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.lipschitz import measured_branches
-from invformer.nn.proof import certify
 from invformer.report.page import keep
 from invformer.report.table import print_table
 from tests.support.builders import VOCAB, contractive_model, random_tokens, trained_a_little
@@ -207,13 +206,3 @@ def test_a_proven_character_that_is_wrong_is_a_violated_certificate() -> None:
     assert trip.reconstruction().characters_recovered == 1 - 1 / tokens.numel()
     with pytest.raises(CertificateViolation, match="character 3 of sequence 1"):
         trip.proof()
-
-
-@pytest.mark.parametrize("bounded", [False, True])
-def test_diagonal_blocks_of_a_stack_held_in_token_max_have_a_certificate_too(bounded: bool) -> None:
-    model = trained_a_little(contractive_model(bounded=bounded)).eval()
-    whole, blocks = certify(model), certify(model, kind="causal")
-    assert (whole.kind, blocks.kind, blocks.total) == ("global", "causal", None)
-    for name, bound in blocks.per_branch.items():
-        assert bound <= whole.per_branch[name] * (1 + 1e-12)
-        assert bound < whole.per_branch[name] or not name.endswith("attention")

@@ -214,16 +214,6 @@ def test_results_go_to_the_runs_folder(tmp_path, monkeypatch, stand: str, name: 
     assert evaluation.parent.samefile(tmp_path / "run")
 
 
-def test_results_lie_beside_a_checkpoint_outside_a_run_and_in_a_run_with_links(tmp_path) -> None:
-    alone = open_checkpoint(tmp_path / save(tmp_path, 4)).evaluation
-    assert alone == tmp_path.resolve() / "step-00000004.evaluation.json"
-    for folder in ("run", "disk"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
-    save(tmp_path / "run" / "checkpoints", 4)
-    assert newest(tmp_path / "run").evaluation == tmp_path / "run/evaluation.json"
-
-
 SMALL = {"d_model": 12, "num_heads": 3, "num_layers": 2, "d_embedding": 4}
 CONFIG = from_dict({"model": SMALL, "data": {"seq_len": 10}})
 MEGABYTES = 400  # that all attempts together may take; the smallest bomb here has a gigabyte

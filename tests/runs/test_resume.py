@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import OmegaConf
 
 from invformer.errors import CheckpointError, DataError, Interrupted
-from invformer.runs.checkpoint import LEARNING, STATE
+from invformer.runs.checkpoint import STATE
 from invformer.runs.saving import Checkpoints
 from invformer.training.fit import fit
 from tests.runs import resuming
-from tests.runs.hostile import edit_json, flipped
+from tests.runs.hostile import flipped
 from tests.support import small_runs
 from tests.support.small_runs import TEXT, built, write_text
 
@@ -57,14 +57,6 @@ def test_every_recipe_resumes_at_the_same_bits_and_ends_with_a_validation_and_a_
     resuming.train(tmp_path, *more)  # of which nothing is left to do
     assert resuming.newest(tmp_path).path == left
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == rows
-
-
-def test_an_average_of_weights_changes_nothing_for_those_that_learn(whole: Path, tmp_path) -> None:
-    resuming.train(tmp_path, "optim.ema_decay=0.9")
-    assert resuming.losses(tmp_path) == resuming.losses(whole)
-    edit_json(resuming.newest(tmp_path).path, STATE, lambda s: s.pop(LEARNING))
-    with pytest.raises(CheckpointError, match="learning_weights"):
-        resuming.train(tmp_path, "optim.ema_decay=0.9", "trainer.max_steps=7")
 
 
 def test_a_signal_between_the_batches_of_a_step_lets_it_end_and_costs_no_bit(tmp_path) -> None:

@@ -73,13 +73,6 @@ def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path)
         aside.unlink(missing_ok=True)
 
 
-def test_rows_written_twice_are_in_the_file_once(tmp_path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\n".join([*LINES[:20], *LINES[10:]]) + b"\n")
-    JsonLinesLogger(path, first_step=30)
-    assert [row["step"] for row in read_rows(path)] == list(range(30))
-
-
 def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
     tmp_path, caplog
 ) -> None:

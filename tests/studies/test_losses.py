@@ -3,12 +3,16 @@
 import math
 import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
+import torch
 
 from invformer.assemble.model import build_model
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
+from invformer.nn.coupling import CouplingBlock
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from studies import ablation, depth_stability, equal_time, kinds, price
 from studies.report import Summary
 from tests.support.processes import ROOT
@@ -153,3 +157,21 @@ def test_the_verdict_follows_failures(
     failed: dict[depth_stability.Kind, dict[int, bool]], outcome: str
 ) -> None:
     assert Summary([], *depth_stability.claims(failed)).outcome.startswith(outcome)
+
+
+@pytest.mark.parametrize("kind", get_args(depth_stability.Kind))
+def test_every_kind_has_the_blocks_that_its_name_says(kind: depth_stability.Kind) -> None:
+    words = ["d_model=8", "num_heads=2", "seq_len=8", "data.val_characters=200", "depths=[3]"]
+    options = load_config([*words, f"kinds=[{kind}]"], depth_stability.Options)
+    model = depth_stability.build_kind(*depth_stability.cases(options))
+    contractive = kind.startswith("contractive") or kind == "certified"
+    blocks = {type(block) for block in model.stack.blocks}
+    assert (blocks == {torch.nn.Sequential}) == kind.endswith("_post")
+    assert (blocks == {InvertibleBlock}) == contractive
+    assert (blocks == {CouplingBlock}) == (kind == "coupling")
+    norms = sum(isinstance(m, torch.nn.LayerNorm) for m in model.modules())
+    assert (norms == 1) == (contractive or kind.endswith("_bare"))  # that of the head
+    radii = {m.input_radius for m in model.modules() if isinstance(m, InvertibleResidual)}
+    assert (None not in radii and bool(radii)) == kind.endswith("_ball")
+    x = model(torch.zeros(1, 8, dtype=torch.long))
+    assert x.isfinite().all()

@@ -149,21 +149,6 @@ def test_the_closed_form_is_brute_force_on_400_measures(kind: Kind) -> None:
     assert (result.share > 0) == (kind == "dot_product")
 
 
-def moving_only(*arguments: torch.Tensor) -> castin.MassSplitting:
-    found = castin.mass_splitting(*arguments)
-    return found._replace(splitting=torch.zeros_like(found.splitting))
-
-
-def test_brute_force_sees_splitting_left_out_and_a_wrong_query_block(monkeypatch) -> None:
-    whole = castin.from_blocks
-    half = lambda blocks, own, mass: whole(blocks, own / 2, mass)  # noqa: E731
-    with monkeypatch.context() as patch:
-        patch.setitem(mass_splitting.CLOSED_FORMS, "dot_product", moving_only)
-        assert measure(Case("random", "dot_product", 0.0, 0.0, 400, 11), CPU).error > 1e-4
-    monkeypatch.setattr(castin, "from_blocks", half)
-    assert measure(Case("random", "l2", 0.0, 0.0, 12, 11), CPU).error > 1e-3
-
-
 def test_splitting_pays_on_a_few_percent_of_the_plane_and_never_for_distances() -> None:
     dot = measure(Case("grid", "dot_product", -1.0, 1.0, 31, 0), CPU)
     assert 100 * dot.share == pytest.approx(2.7, abs=0.05)

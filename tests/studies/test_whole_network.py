@@ -7,10 +7,8 @@ import torch
 
 from invformer.branches.in_ball.attention import BoundedAttention
 from invformer.config.load import load_config
-from invformer.nn.certificate import NoCertificateError
-from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
-from invformer.weights.position_bias import CausalMask, RelativePositionBias
+from invformer.weights.position_bias import RelativePositionBias
 from studies import whole_network as study
 from studies.forgetting_attention import ForgettingAttention, forgetting_constant
 from studies.non_expansive import GradientFeedForward
@@ -93,17 +91,6 @@ def test_the_constant_of_a_forgetting_layer_is_attained(num_heads, c, share, lou
         assert 0.999 * k < best
         assert k <= forgetting_constant(c, share)
         assert share < branch.lipschitz_bound("token_max") <= c + share
-
-
-def test_only_what_is_proven_of_the_whole_layer_becomes_a_constant_of_the_network(row) -> None:
-    case, _ = row
-    model = study.build(case).double()
-    for certificate in (certify(model, "frobenius"), certify(model, kind="causal")):
-        with pytest.raises(ValueError, match="the certificate is"):
-            study.layer_constants(model, certificate)
-    attention = type("Louder", (BoundedAttention,), {})(6, 1, 2, CausalMask(8), 0.5)
-    with pytest.raises(NoCertificateError, match="no proof is known for Louder"):
-        ForgettingAttention(attention, 0.4)
 
 
 @pytest.mark.parametrize(
