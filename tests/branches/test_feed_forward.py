@@ -23,13 +23,7 @@ from invformer.numerics import enclosure
 from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.pairs import Pair, paired
-from tests.support.problems import (
-    dense_jacobian,
-    diagonal_norm,
-    jacobian,
-    norm_from_below,
-    of_one_layer,
-)
+from tests.support import problems
 
 
 def gelu(x: mpmath.mpf) -> mpmath.mpf:
@@ -60,16 +54,18 @@ def test_no_slope_on_a_fine_grid_exceeds_the_constant(name: str) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_linear_layer_is_exactly_as_steep_as_its_bound(norm: Norm) -> None:
     weight = torch.randn(5, 5)
-    jac = jacobian(lambda x: x @ weight, torch.randn(2, 5))
-    bound = of_one_layer(feed_forward_bounds, weight, torch.eye(5), "relu", norm)
-    assert (1 - 1e-5) * bound <= norm_from_below(jac, norm) <= bound
+    jac = problems.jacobian(lambda x: x @ weight, torch.randn(2, 5))
+    bound = problems.of_one_layer(feed_forward_bounds, weight, torch.eye(5), "relu", norm)
+    assert (1 - 1e-5) * bound <= problems.norm_from_below(jac, norm) <= bound
 
 
 def feed_forward_case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slopes of tanh at random inputs, both maps, and the exact norm per sequence."""
     x, w_in, w_out = torch.randn(3, 5, 6), torch.randn(6, 10) / 2, torch.randn(10, 6) / 2
     exact = [
-        torch.linalg.matrix_norm(dense_jacobian(lambda z: torch.tanh(z @ w_in) @ w_out, sample), 2)
+        torch.linalg.matrix_norm(
+            problems.dense_jacobian(lambda z: torch.tanh(z @ w_in) @ w_out, sample), 2
+        )
         for sample in x
     ]
     return 1 - torch.tanh(x @ w_in).square(), w_in, w_out, torch.stack(exact)
@@ -212,14 +208,14 @@ def test_true_constants_stay_below_local_bounds_below_certificates_however_sharp
         if sharpness is not None:
             made.log_sharpness.data.fill_(math.log(sharpness))
         x = scale * torch.randn(TOKENS, WIDTH)
-        dense = jacobian(made, x)
-        true = {norm: norm_from_below(dense, norm) for norm in NORMS}
+        dense = problems.jacobian(made, x)
+        true = {norm: problems.norm_from_below(dense, norm) for norm in NORMS}
         for norm, value in true.items():
             assert value <= made.lipschitz_bound(norm) * (1 + 1e-12)
         for norm in ("token_max", "frobenius"):
             for tight in (False, True):
                 local = local_bound(made, x[None], norm, tight)
                 assert true[norm] <= local * (1 + 1e-12) + 1e-15  # 1 − tanh² cancels
-        assert diagonal_norm(dense) <= made.causal_bound() <= TARGET
+        assert problems.diagonal_norm(dense) <= made.causal_bound() <= TARGET
         if kernel == 1:
             assert made.lipschitz_bound("token_max") == made.lipschitz_bound("frobenius") <= TARGET

@@ -118,9 +118,7 @@ class Louder(nn.LayerNorm):
     ("norm", partial(nn.LayerNorm, eps=0)), ("inner.qkv", lambda d: nn.Linear(d, 3 * d)),
     ("inner.out", lambda d: nn.Sequential(nn.Linear(d, d, bias=False))),
 ])  # fmt: skip
-def test_a_branch_with_own_parts_is_not_compiled(
-    name: str, make: Callable[[int], nn.Module]
-) -> None:
+def test_a_branch_of_own_parts_is_launched(name: str, make: Callable[[int], nn.Module]) -> None:
     model = baseline()
     for block in model.stack.blocks:
         block.attention.set_submodule(name, make(WIDTH).double())

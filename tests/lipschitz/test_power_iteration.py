@@ -156,9 +156,7 @@ def test_a_map_that_acts_token_by_token_is_as_large_as_its_largest_token() -> No
 
 @pytest.mark.parametrize("flushed", [False, True])
 @pytest.mark.parametrize("far", [1e-17, 3e-19, 1e-21, 7e-23])
-def test_tokens_whose_square_underflows_count_no_more_than_they_may(
-    far: float, flushed: bool
-) -> None:
+def test_tokens_whose_square_underflows_do_not_count_more(far: float, flushed: bool) -> None:
     mixing = 0.9 * torch.eye(8, dtype=torch.float32)
     mixing[0, 1:] = far
     jacobian = LinearMap(

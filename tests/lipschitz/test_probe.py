@@ -188,9 +188,7 @@ def test_no_activation_lifts_an_estimate_above_a_bound(activation: Any, dtype: t
 
 @pytest.mark.parametrize("measured", [None, "frobenius"])
 @pytest.mark.parametrize("name", ["weighted", "weighted past", "bounded", "actnorm"])
-def test_weights_of_a_training_step_give_equal_estimates(
-    name: str, measured: Measured | None
-) -> None:
+def test_weights_of_a_step_give_equal_estimates(name: str, measured: Measured | None) -> None:
     """In training, scalings of the channels are folded into the weights of the branches."""
     model = trained_a_little(MODELS[name]()).train()
     set_manual_refresh(model)

@@ -69,9 +69,7 @@ def test_a_stopped_run_that_cannot_save_leaves_signals_as_they_were(folder: Path
     assert [signal.getsignal(number) for number in STOPPING] == before
 
 
-def test_an_update_skipped_before_a_signal_ends_the_run_by_itself(
-    folder: Path, monkeypatch
-) -> None:
+def test_an_update_skipped_before_a_signal_ends_the_run(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
     run = run_of(folder, stop_at=5)
     weight = run.module.model.head.weight

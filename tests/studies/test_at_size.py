@@ -23,9 +23,7 @@ def full(tmp_path) -> at_size.Options:
     return at_size.Options(out=str(tmp_path / "out"), **texts)
 
 
-def test_rates_are_scaled_by_the_width_and_by_the_characters_of_a_step(
-    full: at_size.Options,
-) -> None:
+def test_rates_are_scaled_by_width_and_characters_of_a_step(full: at_size.Options) -> None:
     growth = 64 * 256 / (12 * 64)
     for power in (0, 1 / 4, 1 / 2):
         rate = 6e-3 * math.sqrt(160 / 384) * growth**power

@@ -15,21 +15,13 @@ from invformer.training import alarm
 from invformer.training.alarm import Alarm, blocks_of, growth
 from invformer.training.fit import fit
 from invformer.training.monitor import LipschitzMonitor
-from tests.support.small_runs import (
-    STEPS,
-    built,
-    difference,
-    final_state,
-    fitted,
-    options,
-    own_trainer,
-)
+from tests.support import small_runs
 
 BASELINE = ("model=dot_product", "model.d_model=16", "model.num_layers=1", "model.num_heads=2")
 
 
 def words(folder: Path, name: str, mode: str, *more: str) -> list[str]:
-    return options(folder, name, *BASELINE, f"monitor.alarm={mode}", *more, model=())
+    return small_runs.options(folder, name, *BASELINE, f"monitor.alarm={mode}", *more, model=())
 
 
 def alarm_of(run: object) -> Alarm:
@@ -59,12 +51,12 @@ def test_blocks_are_the_members_of_the_outermost_lists() -> None:
 
 @pytest.mark.usefixtures("_nervous")
 def test_it_warns_once_and_changes_no_number(folder: Path, capfd) -> None:
-    quiet, warned = (fitted(words(folder, mode, mode)) for mode in ("off", "warn"))
+    quiet, warned = (small_runs.fitted(words(folder, mode, mode)) for mode in ("off", "warn"))
     lines = [line for line in capfd.readouterr().err.splitlines() if "times its start" in line]
     assert lines == [alarm_of(warned).sounded]
     assert lines[0].startswith("step ")
     assert "local constant of block_00/" in lines[0]
-    assert difference(folder / "off", folder / "warn") is None
+    assert small_runs.difference(folder / "off", folder / "warn") is None
     assert not alarm_of(quiet).sounded
 
 
@@ -73,24 +65,24 @@ def test_a_run_that_it_stopped_is_saved_and_continues_with_warn_to_the_same_bits
     folder: Path,
 ) -> None:
     with pytest.raises(Alarmed, match=r"monitor.alarm=warn") as stopped:
-        fitted(words(folder, "a", "stop"))
+        small_runs.fitted(words(folder, "a", "stop"))
     assert stopped.value.exit_code == 10
     newest, _ = newest_checkpoint(folder / "a" / "checkpoints")
     assert newest is not None
     assert newest.step == 4  # the first flush
     with pytest.raises(Alarmed, match="has stopped this run"):
-        fitted(words(folder, "a", "stop"))
-    continued = fitted(words(folder, "a", "warn"))
-    assert continued.trainer.global_step == STEPS
-    fitted(words(folder, "b", "off"))
-    states = final_state(folder / "a"), final_state(folder / "b")
+        small_runs.fitted(words(folder, "a", "stop"))
+    continued = small_runs.fitted(words(folder, "a", "warn"))
+    assert continued.trainer.global_step == small_runs.STEPS
+    small_runs.fitted(words(folder, "b", "off"))
+    states = small_runs.final_state(folder / "a"), small_runs.final_state(folder / "b")
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_a_run_that_continues_compares_with_its_first_start(folder: Path) -> None:
-    first = fitted(words(folder, "a", "warn", "trainer.max_steps=5"))
-    again = built(words(folder, "a", "warn"))
+    first = small_runs.fitted(words(folder, "a", "warn", "trainer.max_steps=5"))
+    again = small_runs.built(words(folder, "a", "warn"))
     fit(again)
     assert alarm_of(again).start == alarm_of(first).start != {}
 
@@ -140,6 +132,6 @@ def test_it_watches_the_blocks_of_a_foreign_model_and_stops_its_trainer(
     data = torch.utils.data.DataLoader(torch.ones(120, 3), batch_size=1)
     monitor = LipschitzMonitor(torch.ones(1, 3), every=10, alarm=mode)
     model = Foreign()
-    own_trainer(monitor, max_epochs=1).fit(model, data)
+    small_runs.own_trainer(monitor, max_epochs=1).fit(model, data)
     assert model.trained == steps
     assert ("local constant of blocks." in capfd.readouterr().err) == (mode != "off")

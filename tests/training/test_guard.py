@@ -115,9 +115,7 @@ def test_the_skipping_itself_changes_no_bit(folder: Path, monkeypatch) -> None:
     require_same(*weights)
 
 
-def test_a_loss_that_is_not_finite_is_caught_in_any_batch_of_a_step(
-    folder: Path, monkeypatch
-) -> None:
+def test_a_loss_that_is_not_finite_is_caught_in_any_batch(folder: Path, monkeypatch) -> None:
     run = run_of(folder, *DROPOUT, "trainer.accumulate=2", "monitor.enabled=false")
     before = watch(run, monkeypatch)
     step = CharLanguageModel.training_step

@@ -10,19 +10,7 @@ from torch import Tensor
 from invformer.branches.dot_product import DotProductAttention
 from invformer.config.schema import OptimConfig
 from invformer.kernels import native
-from invformer.training.muon import (
-    MOMENTUM,
-    UPDATE_RMS,
-    orthogonalised,
-    orthogonalised_together,
-    update,
-)
-from invformer.training.optimizers import (
-    build_optimizer,
-    learning_rates,
-    split_matrices,
-    warmup_cosine,
-)
+from invformer.training import muon, optimizers
 from invformer.weights.position_bias import RelativePositionBias
 from tests.support.builders import contractive_model
 
@@ -32,7 +20,7 @@ OPTIONS = {"lr": 1e-2, "muon_lr": 2e-2, "weight_decay": 0.0}
 def test_muon_gets_the_matrices_of_the_stack_and_adamw_the_rest() -> None:
     model = contractive_model()
     names = {id(p): n for n, p in model.named_parameters()}
-    matrices, others = split_matrices(model)
+    matrices, others = optimizers.split_matrices(model)
     assert all("weight" in names[id(p)] and "stack" in names[id(p)] for p in matrices)
     assert len(matrices) + len(others) == len(list(model.parameters()))
     assert any("embedding" in names[id(p)] for p in others)
@@ -40,16 +28,18 @@ def test_muon_gets_the_matrices_of_the_stack_and_adamw_the_rest() -> None:
 
 def test_every_rate_is_logged_as_the_schedule_moves_it() -> None:
     for name, keys in (("adamw", {"optim/lr"}), ("muon", {"optim/lr", "optim/muon_lr"})):
-        optimiser = build_optimizer(contractive_model(), OptimConfig(name=name, **OPTIONS))
-        warmup_cosine(optimiser, warmup_steps=2, max_steps=4)
-        rates = learning_rates(optimiser)
+        optimiser = optimizers.build_optimizer(
+            contractive_model(), OptimConfig(name=name, **OPTIONS)
+        )
+        optimizers.warmup_cosine(optimiser, warmup_steps=2, max_steps=4)
+        rates = optimizers.learning_rates(optimiser)
         assert rates == {key: OPTIONS[key.removeprefix("optim/")] / 2 for key in keys}
 
 
 def test_the_schedule_warms_up_linearly_and_ends_at_its_floor() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimiser = torch.optim.SGD([parameter], lr=1.0)
-    schedule = warmup_cosine(optimiser, warmup_steps=4, max_steps=20, min_fraction=0.1)
+    schedule = optimizers.warmup_cosine(optimiser, warmup_steps=4, max_steps=20, min_fraction=0.1)
     rates = []
     for _ in range(21):
         rates.append(schedule.get_last_lr()[0])
@@ -62,18 +52,18 @@ def test_the_schedule_warms_up_linearly_and_ends_at_its_floor() -> None:
 
 
 def stepped(parameters: list[Tensor], gradients: list[list[Tensor]], **options: float) -> None:
-    defaults = {"weight_decay": 0.0, "momentum": MOMENTUM, "parts": 1}
+    defaults = {"weight_decay": 0.0, "momentum": muon.MOMENTUM, "parts": 1}
     group, memory = {"params": parameters, **defaults, **options}, defaultdict(dict)
     for of_step in gradients:
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient.clone()
-        update(group, memory)
+        muon.update(group, memory)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6), (3, 5, 9)])
 def test_singular_values_become_one_and_vectors_stay(shape: tuple[int, ...]) -> None:
     matrix = torch.randn(shape)
-    found = orthogonalised(matrix)
+    found = muon.orthogonalised(matrix)
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     towards = u.mT @ found @ vh.mT
     values = towards.diagonal(dim1=-2, dim2=-1)
@@ -91,8 +81,10 @@ def test_compiled_code_finds_the_same_directions(dtype: torch.dtype, close: floa
     batches = [torch.randn(shape, dtype=dtype) for shape in shapes]
     batches[0] = batches[0].mT * torch.logspace(0, -4, 40, dtype=dtype)  # near singular
     batches[-1].zero_()
-    for batch, found in zip(batches, orthogonalised_together(batches), strict=True):
-        expected = orthogonalised(batch.double()) * UPDATE_RMS * max(batch.shape[1:]) ** 0.5
+    for batch, found in zip(batches, muon.orthogonalised_together(batches), strict=True):
+        expected = (
+            muon.orthogonalised(batch.double()) * muon.UPDATE_RMS * max(batch.shape[1:]) ** 0.5
+        )
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=close)
 
 
@@ -124,7 +116,7 @@ def test_queries_keys_and_values_in_one_are_three_matrices() -> None:
     attention = DotProductAttention(8, 2, RelativePositionBias(2, 4))
     gradient = torch.randn(24, 8)
     before = attention.qkv.weight.detach().clone()
-    optimizer = build_optimizer(attention, OptimConfig(muon_lr=0.1, weight_decay=0.0))
+    optimizer = optimizers.build_optimizer(attention, OptimConfig(muon_lr=0.1, weight_decay=0.0))
     for parameter in attention.parameters():
         parameter.grad = torch.zeros_like(parameter)
     attention.qkv.weight.grad = gradient.clone()
