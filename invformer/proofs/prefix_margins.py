@@ -13,7 +13,9 @@ that its forward pass multiplies by.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -33,6 +35,8 @@ from invformer.proofs.nearby_network import NearbyNetwork
 ROWS = 256
 # Symbols whose distances are known before those near the least one are bounded accurately.
 CANDIDATES = 16 * ROWS
+# Threads that push them up; more wait for one another in Python.
+MAX_THREADS = 8
 # How many times an arithmetic error goes into a margin, or numbers get more digits.
 ENOUGH = 16
 
@@ -120,12 +124,12 @@ def prefix_margins(
     # Products in the formats of their factors: no autocast, no TF32 or bfloat16 for float32.
     precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     try:
-        with changed(*precision, "highest"), without_autocast(tokens.device):
+        with changed(*precision, "highest"), without_autocast(tokens.device), threads() as each:
             networks = model
             if not isinstance(networks, Networks):
                 networks = Networks(networks, tokens.shape[-1])
             given = zip(tokens, states, entries, lengths, strict=True)
-            options = fit, is_known, unknown, watch
+            options = fit, is_known, unknown, watch, each
             texts = [evidence_of(networks, *text, *options) for text in given]
     except NotEnclosed as error:
         nan = torch.full(tokens.shape, math.nan, dtype=torch.float64, device=tokens.device)
@@ -133,6 +137,22 @@ def prefix_margins(
         return MarginEvidence(nan, nan, nan, nan, nothing, tokens, str(error))
     stacked: Any = map(torch.stack, zip(*texts, strict=True))
     return MarginEvidence(*stacked)
+
+
+@contextmanager
+def threads() -> Iterator[Callable[..., Iterator[Any]]]:
+    """A map by several threads, in each of which PyTorch takes no others.
+
+    Where all of them share every product instead, they wait for one another hundreds of times a
+    second, on a busy machine for many times as long as they compute.
+    """
+    count = min(torch.get_num_threads(), MAX_THREADS)
+    with changed(torch.get_num_threads, torch.set_num_threads, 1):
+        pool = ThreadPoolExecutor(count)
+        try:
+            yield pool.map
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def as_double(bound: Tensor | float, like: Tensor) -> Tensor:
@@ -150,6 +170,7 @@ def evidence_of(
     is_known: bool,
     unknown: int | None,
     watch: Watch,
+    each: Callable[..., Iterator[Any]],
 ) -> tuple[Any, ...]:
     """The tensors of :class:`MarginEvidence` about one text.
 
@@ -174,13 +195,13 @@ def evidence_of(
         network = networks.in_enclosures(accurate)
         while True:  # a symbol that is replaced may change what fits best after it
             own, past = text(network)
-            given = own, states, entries, lengths
+            compare = partial(distances, each, own, states, entries, lengths)
             where = torch.stack(torch.meshgrid(places, symbols, indexing="ij")).flatten(1)
             is_own = tokens[places, None] == symbols
             if nearby is None:
-                compared = compare(network, past, *given, *where).unflatten(-1, is_own.shape)
+                compared = compare(network, past, where).unflatten(-1, is_own.shape)
             else:
-                compared = compare(nearby, nearby.remembered(past), *given, *where)
+                compared = compare(nearby, nearby.remembered(past), where)
                 compared = compared.unflatten(-1, is_own.shape)
                 margin, error, excess, _ = compared
                 least = (margin + 2 * error).masked_fill(is_own, math.inf).amin(-1, keepdim=True)
@@ -190,7 +211,7 @@ def evidence_of(
                         return at(places, accurate=True)
                     nearby, at_once = None, ROWS
                 error.zero_()
-                compared[:3, near] = compare(network, past, *given, *where[:, near.flatten()])[:3]
+                compared[:3, near] = compare(network, past, where[:, near.flatten()])[:3]
             best = compared[3].argmin(-1)
             wrong = best != tokens[places]
             if not (fit and wrong.any()):
@@ -224,15 +245,15 @@ def evidence_of(
     return evidence
 
 
-def compare(
-    network: Network | NearbyNetwork,
-    past: list[Any],
+def distances(
+    each: Callable[..., Iterator[Any]],
     own: Enclosure,
     states: Float[Tensor, "tokens width"],
     entries: Float[Tensor, "tokens width"],
     lengths: Float[Tensor, "tokens"],
-    places: Integer[Tensor, "rows"],
-    symbols: Integer[Tensor, "rows"],
+    network: Network | NearbyNetwork,
+    past: list[Any],
+    where: Integer[Tensor, "2 rows"],
 ) -> Float[Tensor, "4 rows"]:
     """Symbols at some places: the state of each beside that of the text, and beside that given.
 
@@ -240,16 +261,16 @@ def compare(
     ``entries`` or ``lengths`` allow it is from the state given, and the same by midpoints, which
     chooses symbols and proves nothing.
     """
-    found = []
-    for at, symbol in zip(places.split(ROWS), symbols.split(ROWS), strict=True):
+
+    @torch.no_grad()
+    def of(at: Integer[Tensor, "rows"], symbol: Integer[Tensor, "rows"]) -> Tensor:
         state, _ = network(symbol, at, past)
         margin, error = (state - own[at]).single().norm_at_least()
         off = (state - constant(states[at])).single()
         excess = [
-            torch.maximum(
-                (each.at_least() - entries[at]).amax(-1), each.norm_at_least()[0] - lengths[at]
-            )
-            for each in (off, off.exact())
+            torch.maximum((x.at_least() - entries[at]).amax(-1), x.norm_at_least()[0] - lengths[at])
+            for x in (off, off.exact())
         ]
-        found.append(torch.stack([margin, error, *excess]))
-    return torch.cat(found, -1)
+        return torch.stack([margin, error, *excess])
+
+    return torch.cat([*each(of, *(part.split(ROWS) for part in where))], -1)
