@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from invformer import __version__
 from invformer.config.load import parse_or_exit
-from invformer.config.schema import TrainConfig
+from invformer.config.schema import DataConfig, TrainConfig
 from invformer.config.section import Root, suggestion
 from invformer.config.trained import (
     EvaluateConfig,
@@ -38,8 +38,8 @@ from invformer.processes.ranks import end_with_launcher, is_rank
 
 Config = TypeVar("Config", bound=Root)
 STDIN = "standard input"
-# Rounds that OpenMP's threads wait for one another before they sleep: some ten microseconds. With
-# its own 300,000, commands take ten times as long while other programs compute.
+# How often OpenMP's threads look whether others are done before they sleep. With its own 300,000
+# commands take ten times as long while other programs compute.
 SPINS = "10000"
 
 
@@ -78,14 +78,14 @@ def require_paths(config: Root) -> None:
         )
     if text and is_missing(text):
         raise DataError(f"{text:.200}: no such file or folder; check data.path")
-    if (
-        text
-        and isinstance(config, TrainConfig)
-        and not (is_rank() or Path(text).expanduser().is_fifo())
-    ):
-        from invformer.data.corpora import read_corpus
+    if not text or is_rank() or Path(text).expanduser().is_fifo():
+        return
+    from invformer.data.corpora import read_corpus, read_local
 
+    if isinstance(config, TrainConfig):
         read_corpus(config.data)  # decodes it
+    elif isinstance(config, EvaluateConfig) and config.data.name:
+        read_local(DataConfig(name=config.data.name, path=text), text)
 
 
 def is_missing(path: str) -> bool:

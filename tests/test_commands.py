@@ -195,6 +195,11 @@ def test_a_value_that_does_not_fit_is_named(
         (["train", "data=text_file", "data.path=-"], 3, "data.path: - is standard input, which"),
         (["export", "checkpoint=configs", "out=docs"], 7, "docs is not empty; name a new folder"),
         (["train", "data=text_file", "data.path=quotes"], 3, "quotes: byte 0x93 at offset 2"),
+        (
+            ["evaluate", "checkpoint=docs", "data=text_file", "data.path=quotes"],
+            3,
+            "quotes: byte 0x93 at offset 2",
+        ),
         (["train", "data.path=caf\udce9"], 2, "data.path: its name is not UTF-8; rename it"),
         (["train", "config=~nobody-here/a.yaml"], 2, "~nobody-here/a.yaml: No such file"),
         (["sample", "checkpoint=configs/no"], 4, "configs/no does not exist"),  # not on the Hub
@@ -219,6 +224,18 @@ def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(f"error: {says}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("policy", "spins"), [(None, commands.SPINS), ("active", None)])
+def test_threads_sleep_soon_unless_the_environment_says_how_they_wait(
+    typed, monkeypatch, policy, spins
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    typed("sample", "prompt=a", "length=1")
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
 def test_the_console_script_has_every_command(monkeypatch, capsys) -> None:
