@@ -2,19 +2,31 @@
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
 
 from invformer.kernels.attention import only
-from invformer.nn.transformer import evaluating
 from invformer.numerics.precision import changed, without_autocast
+from invformer.numerics.private import BACKWARD_HOOKS
+
+# How attributes are copied that a forward pass may change in place.
+COPIES: dict[type, Callable[[Any], Any]] = {
+    Tensor: Tensor.clone,
+    torch.Generator: torch.Generator.clone_state,
+    random.Random: deepcopy,
+    **{kind: kind for kind in (list, dict, set, deque)},
+}
+# Attributes of modules while they are measured.
+OFF = {"training": False, **{name: {} for name in BACKWARD_HOOKS}}
 
 
 class Unchecked:
@@ -40,7 +52,6 @@ def measuring(model: nn.Module) -> Iterator[None]:
         torch.inference_mode(False),
         torch.no_grad(),
         untouched(model),
-        evaluating(model),
         without_autocast(device),
         only("math"),
         changed(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
@@ -53,31 +64,47 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Random numbers, buffers and plain attributes as before, whatever runs inside.
+    """In eval mode; random numbers, buffers and plain attributes as before, whatever runs inside.
 
-    The model works on copies of its buffers inside: writing their values back would tell autograd
-    that they have changed. Lists and other objects that attributes refer to are not copied.
+    The model works on copies inside: of its buffers, because writing their values back would tell
+    autograd that they have changed, and of attributes that are tensors, containers or generators of
+    random numbers. What stands inside containers, and other objects, are not copied. Its backward
+    hooks are off: gradients here are not those of training.
     """
-    devices = {parameter.device for parameter in model.parameters()}
-    cuda = sorted({device.index for device in devices if device.type == "cuda"})
-    modules = list(dict.fromkeys(model.modules()))
+    cuda = []
+    if torch.cuda.is_initialized():
+        cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
-    buffers = [dict(module.named_buffers(recurse=False)) for module in modules]
-    copies = {id(buffer): buffer.clone() for held in buffers for buffer in held.values()}
+    buffers = [
+        (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], buffer)
+        for path, buffer in model.named_buffers(remove_duplicate=False)
+    ]
+    copy_of = dict(COPIES)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(cuda))
         stack.callback(random.setstate, random.getstate())
         if numpy := sys.modules.get("numpy"):
             stack.callback(numpy.random.set_state, numpy.random.get_state())
+            copy_of |= dict.fromkeys((numpy.random.Generator, numpy.random.RandomState), deepcopy)
         try:
-            for module, held in zip(modules, buffers, strict=True):
-                for name, buffer in held.items():
-                    setattr(module, name, copies[id(buffer)])
+            copies = {id(buffer): buffer.clone() for *_, buffer in buffers}
+            for module, name, buffer in buffers:
+                setattr(module, name, copies[id(buffer)])
+            for module, before in zip(modules, attributes, strict=True):
+                here = vars(module)
+                for name, value in before.items():
+                    if type(value) in copy_of and not name.startswith("_"):
+                        if id(value) not in copies:
+                            copies[id(value)] = copy_of[type(value)](value)
+                        here[name] = copies[id(value)]
+                # Not .eval(): some override it and merge weights in it.
+                here |= {n: off for n, off in OFF.items() if n in before}
             yield
         finally:
-            for module, held, before in zip(modules, buffers, attributes, strict=True):
-                for name, buffer in held.items():
-                    setattr(module, name, buffer)
+            for module, name, buffer in buffers:
+                setattr(module, name, buffer)
+            for module, before in zip(modules, attributes, strict=True):
                 for name in vars(module).keys() - before.keys():
                     delattr(module, name)
                 vars(module).update(before)

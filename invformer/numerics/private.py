@@ -20,6 +20,8 @@ foreach_lerp_ = _torch._foreach_lerp_
 foreach_mul_ = _torch._foreach_mul_
 foreach_norm = _torch._foreach_norm
 foreach_sub_ = _torch._foreach_sub_
+# Attributes of a module that hold functions of its user, which run in backward passes.
+BACKWARD_HOOKS = "_backward_hooks", "_backward_pre_hooks"
 # The tensors in containers of containers, and such containers of other tensors.
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 

@@ -1,6 +1,5 @@
 """Any model's submodules are measured as their dense Jacobians say, and the model is left alone."""
 
-import copy
 import math
 import random
 from collections.abc import Callable
@@ -147,18 +146,6 @@ def test_other_submodules_are_skipped_with_a_reason(model: Model) -> None:
     assert skipped == {"": no_map, "token": no_map}
 
 
-@pytest.mark.compiles
-def test_a_compiled_model_is_measured_without_compiling_it_anew() -> None:
-    graphs, model, x = [], Attention().eval(), torch.randn(2, TOKENS, WIDTH)
-    found = local_constants(model, x)
-    model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    model(x)
-    assert graphs
-    before = len(graphs)
-    assert local_constants(model, x) == found
-    assert len(graphs) == before
-
-
 def test_power_iteration_in_half_precision_is_not_tried() -> None:
     model = nn.Sequential(nn.Linear(3, 2)).bfloat16()
     skipped = local_constants(model, torch.ones(4, 3, dtype=torch.bfloat16)).skipped
@@ -191,19 +178,6 @@ def test_a_submodule_without_a_second_derivative_is_skipped() -> None:
     found = local_constants(nn.Sequential(odd, nn.Linear(3, 2)), torch.randn(4, 3))
     assert found.values.keys() == {"1"}
     assert "derived twice" in found.skipped["0"]
-
-
-def test_measuring_leaves_model_modes_hooks_and_random_numbers_alone(model: Model) -> None:
-    model.block.eval()
-    modes = [module.training for module in model.modules()]
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    tokens = torch.zeros(2, TOKENS, dtype=torch.int64)
-    assert local_constants(model, tokens) == local_constants(model, tokens)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert not any(module._forward_hooks for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class Function(nn.Module):
@@ -362,31 +336,3 @@ def test_checkpointed_blocks_are_measured(model: Model, reentrant: bool) -> None
     block = model.block.forward
     model.block.forward = lambda x: checkpoint(block, x, use_reentrant=reentrant)
     assert local_constants(model, tokens).values == pytest.approx(found.values, rel=1e-6)
-
-
-class Counter(nn.Module):
-    """Counts its calls in a buffer and in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(3))
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        self.calls += 1
-        self.kept = x
-        return x * self.count
-
-
-def test_buffers_and_attributes_are_restored_and_may_be_in_a_graph() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), Counter())
-    loss = model(torch.randn(2, 3)).sum()
-    count, kept = model[1].count, model[1].kept
-    found = local_constants(model, torch.randn(2, 3))
-    assert found.skipped.keys() == {"", "1"}
-    assert model[1].count is count
-    assert model[1].calls == 1
-    assert model[1].kept is kept
-    assert torch.equal(count, torch.ones(3))
-    loss.backward()  # the buffer has not changed
