@@ -1,6 +1,8 @@
 """Local Lipschitz estimates during training, of any model."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -111,24 +113,40 @@ class SubmoduleMonitor:
 
     def __init__(self, module: nn.Module, inputs: Any, seed: int, restored: dict[str, Any]) -> None:
         self.probe = SubmoduleProbe(module, inputs, seed)
-        self.is_first = True
+        self.measured_at = -1
         if restored:
             self.probe.load_state_dict(restored)
 
     def estimate(self, trainer: L.Trainer) -> None:
         """Record the local constant of every submodule; say once which have none."""
-        gains = self.probe.gains()
+        if trainer.global_step == self.measured_at:  # closures of L-BFGS
+            return
+        is_first, self.measured_at = self.measured_at < 0, trainer.global_step
+        with unlogged(self.probe.model):
+            gains = self.probe.gains()
         keys = tuple(f"lipschitz/{name or 'whole'}" for name in gains)
         if keys:
             values = torch.stack([gain.double() for gain in gains.values()])
             record(trainer, trainer.global_step, {keys: values})
         for name, said in {"skipped": "skips modules", "notes": "measures modules with"}.items():
-            if self.is_first and (held := getattr(self.probe, name)):
+            if is_first and (held := getattr(self.probe, name)):
                 counts = Counter(held.values()).items()
                 reasons = "; ".join(f"{why} ({count})" for why, count in counts)
                 rank_zero_info(f"the Lipschitz monitor {said}, see its `{name}`: {reasons}")
-        self.is_first = False
 
     def state_dict(self) -> dict[str, Any]:
         """The probe's vectors."""
         return self.probe.state_dict()
+
+
+@contextmanager
+def unlogged(model: nn.Module) -> Iterator[None]:
+    """What forward methods log is not logged: it would count as a value of the training batch."""
+    modules = [each for each in model.modules() if isinstance(each, L.LightningModule)]
+    for module in modules:
+        vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.log, module.log_dict

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from invformer import load
+from invformer.lipschitz.submodule_probe import SubmoduleProbe
 from invformer.nn.proof import certify
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
@@ -149,3 +150,32 @@ def test_inputs_have_the_precision_of_a_foreign_trainers_batches_and_skips_are_t
     assert ("net" not in monitor.skipped) == measured
     assert len(said) == 1
     assert monitor.inputs.dtype == torch.float32  # the next trainer may have another precision
+
+
+class Chatty(Foreign):
+    """Logs in its forward method, and evaluates the loss several times a step."""
+
+    def forward(self, x: torch.Tensor, _: object = None) -> torch.Tensor:
+        y = self.net(x)
+        self.log("scale", y.abs().max())
+        return y
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
+)
+def test_what_forward_logs_is_that_of_training_and_a_step_is_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts, scales, gains = [], [], SubmoduleProbe.gains
+    monkeypatch.setattr(SubmoduleProbe, "gains", lambda self: counts.append(1) or gains(self))
+    for monitor in ([], [LipschitzMonitor(100 * torch.ones(2, 3))]):
+        trainer = own_trainer(*monitor, max_steps=2)
+        data = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2)
+        trainer.fit(Chatty(), data)
+        scales.append(trainer.callback_metrics["scale"])
+    assert torch.equal(*scales)
+    assert len(counts) == 2
