@@ -14,8 +14,6 @@ that its forward pass multiplies by.
 
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -28,6 +26,7 @@ from invformer.branches.enclosed import NotEnclosed
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.precision import changed, without_autocast
+from invformer.numerics.threads import threads
 from invformer.proofs.enclosed_network import Network
 from invformer.proofs.nearby_network import NearbyNetwork
 
@@ -35,8 +34,6 @@ from invformer.proofs.nearby_network import NearbyNetwork
 ROWS = 256
 # Symbols whose distances are known before those near the least one are bounded accurately.
 CANDIDATES = 16 * ROWS
-# Threads that push them up; more wait for one another in Python.
-MAX_THREADS = 8
 # How many times an arithmetic error goes into a margin, or numbers get more digits.
 ENOUGH = 16
 
@@ -137,22 +134,6 @@ def prefix_margins(
         return MarginEvidence(nan, nan, nan, nan, nothing, tokens, str(error))
     stacked: Any = map(torch.stack, zip(*texts, strict=True))
     return MarginEvidence(*stacked)
-
-
-@contextmanager
-def threads() -> Iterator[Callable[..., Iterator[Any]]]:
-    """A map by several threads, in each of which PyTorch takes no others.
-
-    Where all of them share every product instead, they wait for one another hundreds of times a
-    second, on a busy machine for many times as long as they compute.
-    """
-    count = min(torch.get_num_threads(), MAX_THREADS)
-    with changed(torch.get_num_threads, torch.set_num_threads, 1):
-        pool = ThreadPoolExecutor(count)
-        try:
-            yield pool.map
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def as_double(bound: Tensor | float, like: Tensor) -> Tensor:
@@ -262,7 +243,6 @@ def distances(
     chooses symbols and proves nothing.
     """
 
-    @torch.no_grad()
     def of(at: Integer[Tensor, "rows"], symbol: Integer[Tensor, "rows"]) -> Tensor:
         state, _ = network(symbol, at, past)
         margin, error = (state - own[at]).single().norm_at_least()

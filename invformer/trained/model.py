@@ -34,6 +34,7 @@ from invformer.nn.proof import certify, certify_trained
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import FORWARD_DTYPE
+from invformer.numerics.threads import threads
 from invformer.proofs.prefix_margins import (
     MarginEvidence,
     Networks,
@@ -227,11 +228,13 @@ class TrainedModel:
             start: z[None, start:][:, : network.seq_len]
             for start in range(0, len(z), network.seq_len)
         }
-        for start, window in windows.items():
-            preimages[start] = preimage_of(window, network, weights, certificate)
-            nearest[start] = network.embedding.nearest_tokens(preimages[start][0])
-            if has_inverse:
-                tell(start)
+        undone = partial(preimage_of, network=network, weights=weights, certificate=certificate)
+        with threads() as each:
+            for start, preimage in zip(windows, each(undone, windows.values()), strict=True):
+                preimages[start] = preimage
+                nearest[start] = network.embedding.nearest_tokens(preimage[0])
+                if has_inverse:
+                    tell(start)
         networks = Networks(network, network.seq_len)
         for start, window in windows.items() if prove else ():
             rows = slice(start, start + network.seq_len)
