@@ -39,6 +39,7 @@ CHANGES = "changes"  # in metadata: what was changed on request, and from which 
 STATE_KEYS = {"epoch", "loops", "callbacks", "optimizer_states", "lr_schedulers", "data"}
 LEARNING = "learning_weights"  # beside saved weights that are their average
 EVALUATION = "evaluation.json"
+LFS = b"version https://git-lfs.github.com/spec/"  # what stands for a file in a Git repository
 PREFIX = "model."  # of the language model's weights in the module that was trained
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class Checkpoint:
         if name not in self.files:
             raise CheckpointError(f"{self.path}: a model without {name}, from which no run goes on")
         content = self.content(name, most)
+        if content.startswith(LFS):
+            raise CheckpointError(f"{self.path}: {name} is a pointer of Git LFS: `git lfs pull`")
         if record_of(content) != self.files[name]:
             raise CheckpointError(
                 f"{self.path}: {name} is damaged or was changed (size or SHA-256 differ from "
@@ -197,7 +200,8 @@ def open_checkpoint(path: Path, cache: Path | None = None) -> Checkpoint:
         case _:
             raise CheckpointError(f"{path / MANIFEST}: no manifest of a checkpoint of version 1")
     checkpoint = replace(empty, files=files, sha256=hashlib.sha256(content).hexdigest())
-    listed = names - {MANIFEST}
+    # Hidden files, such as .DS_Store, are of whoever looks at folders; none is ever read.
+    listed = {name for name in names if not name.startswith(".")} - {MANIFEST}
     if files.keys() == {MODEL, WEIGHTS}:  # a model to share, beside which other files may lie
         differing = files.keys() - listed
     else:

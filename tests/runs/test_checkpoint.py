@@ -185,6 +185,21 @@ def test_when_none_verifies_nothing_is_started_over(folder: Path) -> None:
         newest_checkpoint(folder)
 
 
+def test_hidden_files_of_whoever_looks_at_folders_are_no_part_of_a_checkpoint(folder: Path) -> None:
+    path = folder / save(folder, 1)
+    for name in (".DS_Store", "._model.json", ".nfs0000000001"):
+        (path / name).touch()
+    assert newest(folder.parent).verified().step == 1
+
+
+def test_a_pointer_of_git_lfs_is_called_one(folder: Path) -> None:
+    path = folder / save(folder, 1)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (path / "weights.safetensors").write_text(pointer)
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors is a pointer of Git LFS"):
+        newest(folder.parent).verified()
+
+
 def test_a_step_saved_twice_keeps_both_and_the_second_is_the_newer(folder: Path) -> None:
     names = [save(folder, 5) for _ in range(12)]
     assert names[:3] == ["step-00000005", "step-00000005-1", "step-00000005-2"]
