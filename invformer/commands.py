@@ -246,9 +246,11 @@ def read_text(path: str | None = None) -> str:
             content = Path(os.path.expanduser(path)).read_bytes()
         else:
             content = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: it is closed
-        return content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path or STDIN}: {getattr(error, 'strerror', error)}") from None
+    except OSError as error:
+        raise DataError(f"{path or STDIN}: {error.strerror}") from None
+    from invformer.data.corpora import decoded
+
+    return "".join(decoded(Path(STDIN if path in (None, "-") else path), [content], "utf-8-sig"))
 
 
 def export(config: ExportConfig) -> None:

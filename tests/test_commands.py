@@ -93,6 +93,8 @@ def test_a_file_or_pipe_is_inverted_with_its_line_ends(typed: Typed, tmp_path, m
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
     for words in ([f"file={tmp_path / 'text.txt'}"], []):
         assert re.search(r"^  text +7 times␍⏎7$", typed("invert", *words), re.M)
+    (tmp_path / "text.txt").write_text("7", encoding="utf-16")
+    assert "iconv -f utf-16" in typed("invert", f"file={tmp_path / 'text.txt'}", code=3)
 
 
 @pytest.mark.parametrize("words", [["text=-"], ["file=-"]])
