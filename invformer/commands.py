@@ -47,7 +47,7 @@ def run(
     schema: type[Config], work: Callable[[Config], None], argv: Sequence[str] | None = None
 ) -> None:
     """Parse a command line, do the work, and end the program with its exit code."""
-    outlive_console()
+    outlive_console(is_all=schema in (SampleConfig, InvertConfig))
     stop_on_signals()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # is read when torch is loaded

@@ -5,12 +5,14 @@ import io
 import logging
 import os
 import re
+import signal
 import sys
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+FAILING = ("strict", "surrogateescape")  # the second one in the locale C
 GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, the terminal
 # Controls, and what reorders or hides text: formats, line separators, fillers, tags, surrogates.
 CONTROL_CHARACTER = re.compile(
@@ -23,12 +25,13 @@ CONTROL_CHARACTER = re.compile(
 class Console(io.FileIO):
     """A descriptor that becomes the null device when it takes no more.
 
-    One line on standard error says why, unless its reader is gone. The descriptor stays open when
-    this object is closed.
+    One line on standard error says why, unless its reader is gone: that ends the program if its
+    output is ``all`` it is for. The descriptor stays open when this object is closed.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, is_all: bool = False) -> None:
         super().__init__(descriptor, "w", closefd=False)
+        self.is_all = is_all
 
     def write(self, data: "ReadableBuffer", /) -> int | None:
         """Write, here or, from the first loss on, nowhere."""
@@ -42,11 +45,15 @@ class Console(io.FileIO):
         os.close(nowhere)
         if why and self.fileno() != 2:
             print(f"standard output: {why}; what is printed from here on is lost", file=sys.stderr)
+        if self.is_all and not why:
+            raise SystemExit(128 + signal.SIGPIPE)  # as that signal ends others
         return super().write(data)
 
 
-def outlive_console() -> None:
+def outlive_console(is_all: bool = False) -> None:
     """Let the program go on when its output cannot be written any more.
+
+    If the output is all that it is for, it ends when nobody reads on, as behind ``| head``.
 
     A character that the console does not have is shown as ``\\u2264``. Streams that are not the
     process's own stay as they are.
@@ -54,21 +61,21 @@ def outlive_console() -> None:
     if logging.lastResort is not None:  # what shows warnings where nobody has set up logging
         logging.lastResort.setFormatter(PrintableFormatter())
     if sys.stdout is sys.__stdout__:
-        sys.stdout = lasting(sys.stdout)
+        sys.stdout = lasting(sys.stdout, is_all)
     if sys.stderr is sys.__stderr__:
         sys.stderr = lasting(sys.stderr)
 
 
-def lasting(stream: TextIO) -> TextIO:
+def lasting(stream: TextIO, is_all: bool = False) -> TextIO:
     """The same stream on a :class:`Console`."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
-    console = Console(stream.fileno())
+    console = Console(stream.fileno(), is_all)
     return io.TextIOWrapper(
         console if stream.write_through else io.BufferedWriter(console),
         encoding=stream.encoding,
-        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
+        errors="backslashreplace" if stream.errors in FAILING else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -128,9 +128,18 @@ def test_a_disk_that_takes_no_more_of_the_output_ends_nothing_and_is_told(capsys
     )
 
 
-def test_a_console_without_a_character_shows_its_number() -> None:
+def test_a_program_that_only_prints_ends_when_nobody_reads_on() -> None:
     reader, writer = os.pipe()
-    with open(writer, "w", encoding="latin-1") as stream:
+    os.close(reader)
+    with pytest.raises(SystemExit, match="141"):
+        Console(writer, is_all=True).write(b"lost")
+    os.close(writer)
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_console_without_a_character_shows_its_number(errors: str) -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w", encoding="latin-1", errors=errors) as stream:
         same = lasting(stream)
         print("\u2264 \U0001f600 \u00e9", file=same)
         same.close()
