@@ -1,6 +1,7 @@
 """Optimisers and schedule; Muon against singular values and PyTorch's own."""
 
 from collections import defaultdict
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from invformer.branches.dot_product import DotProductAttention
 from invformer.config.schema import OptimConfig
-from invformer.kernels import native
 from invformer.training import muon, optimizers
 from invformer.weights.position_bias import RelativePositionBias
+from tests.gpu.emulation import cuda_rules
 from tests.support.builders import contractive_model
 
 OPTIONS = {"lr": 1e-2, "muon_lr": 2e-2, "weight_decay": 0.0}
@@ -74,17 +75,18 @@ def test_singular_values_become_one_and_vectors_stay(shape: tuple[int, ...]) -> 
     assert (values < 1.21).all()
 
 
-@pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
+@pytest.mark.parametrize("rules", [nullcontext, cuda_rules])  # compiled code if there is any
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-5), (torch.float64, 1e-11)])
-def test_compiled_code_finds_the_same_directions(dtype: torch.dtype, close: float) -> None:
+def test_matrices_together_have_the_directions_of_each(rules, dtype, close: float) -> None:
     shapes = [(3, 40, 40), (1, 70, 33), (2, 33, 70), (1, 5, 40), (1, 40, 40)]
     batches = [torch.randn(shape, dtype=dtype) for shape in shapes]
     batches[0] = batches[0].mT * torch.logspace(0, -4, 40, dtype=dtype)  # near singular
     batches[-1].zero_()
-    for batch, found in zip(batches, muon.orthogonalised_together(batches), strict=True):
-        expected = (
-            muon.orthogonalised(batch.double()) * muon.UPDATE_RMS * max(batch.shape[1:]) ** 0.5
-        )
+    with rules():
+        together = muon.orthogonalised_together(batches)
+    for batch, found in zip(batches, together, strict=True):
+        size = muon.UPDATE_RMS * max(batch.shape[1:]) ** 0.5
+        expected = muon.orthogonalised(batch.double()) * size
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=close)
 
 
