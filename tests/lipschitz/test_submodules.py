@@ -73,6 +73,8 @@ def test_every_constant_is_that_of_the_dense_jacobian(model: Model) -> None:
     assert found.values.keys() == {"norm", "recurrent", "bilinear", *blocks}
     agree(found.values, dense_constants(model, found.values, tokens))
     assert found.notes.keys() == {"block", "block.1"}  # whose attention runs in its math form
+    no_map = "it takes or returns no floating-point tensor"
+    assert found.skipped == {"unused": "it is not called", "": no_map, "token": no_map}
 
 
 class Encoder(nn.Module):
@@ -130,33 +132,21 @@ def test_pruned_linear_layers_are_measured() -> None:
     agree(probe.measure().values, true, rtol=0.2)
 
 
-def test_values_are_the_same_in_inference_mode(model: Model) -> None:
-    tokens = torch.randint(11, (2, TOKENS))
+def test_values_are_the_same_in_inference_mode_and_under_autocast(model) -> None:
+    model, tokens = model.float(), torch.randint(11, (2, TOKENS))
     found, probe = local_constants(model, tokens), SubmoduleProbe(model, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert local_constants(model, tokens) == found
     with torch.inference_mode():
         assert local_constants(model, tokens.clone()) == found
         probe.measure()
     assert probe.measure().values.keys() == found.values.keys()
 
 
-def test_other_submodules_are_skipped_with_a_reason(model: Model) -> None:
-    skipped = local_constants(model, torch.randint(11, (2, TOKENS))).skipped
-    assert skipped.pop("unused") == "it is not called"
-    no_map = "it takes or returns no floating-point tensor"
-    assert skipped == {"": no_map, "token": no_map}
-
-
 def test_power_iteration_in_half_precision_is_not_tried() -> None:
     model = nn.Sequential(nn.Linear(3, 2)).bfloat16()
     skipped = local_constants(model, torch.ones(4, 3, dtype=torch.bfloat16)).skipped
     assert set(skipped.values()) == {"it computes in torch.bfloat16; measure model.float()"}
-
-
-def test_values_do_not_depend_on_the_autocast_around_them(model: Model) -> None:
-    model, tokens = model.float(), torch.randint(11, (2, TOKENS))
-    found = local_constants(model, tokens)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert local_constants(model, tokens) == found
 
 
 class Once(torch.autograd.Function):

@@ -145,15 +145,6 @@ def test_scales_bound_those_of_a_stack_in_bfloat16(build) -> None:
                 assert condition <= certificate.conditions[name]
 
 
-def test_a_branch_above_its_target_after_the_cast_is_shrunk_until_proven_below() -> None:
-    model = trained_a_little(contractive_model())
-    for _, branch in model.stack.branches():
-        branch.correction.fill_(1.01)
-    assert not certify(model, dtype=torch.bfloat16).holds
-    assert enforce(model, dtype=torch.bfloat16).holds
-    assert certify(model, dtype=torch.bfloat16).holds
-
-
 def test_a_mask_whose_last_row_sees_least_is_certified_by_its_fullest_row() -> None:
     visible = torch.ones(30, 30, dtype=torch.bool).tril()
     visible[-1, :-1] = False
