@@ -1,4 +1,4 @@
-"""studies.early_warning: what the verdict follows from, and signals against their sources."""
+"""studies.early_warning: its verdict, its signals, and the constants behind estimates."""
 
 import random
 from dataclasses import replace
@@ -8,9 +8,14 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.spike import SpikeDetection, TrainingSpikeException
 
+from invformer.lipschitz.probe import certified_in
 from studies.early_warning import AT, FREE, Case, Result, Run, points_of, summarise
+from studies.monitor_quality import constants
 from studies.roc import Labels, threshold
 from studies.subjects import WINDOW, spike
+from tests.lipschitz.test_probe import MODELS, dense
+from tests.support.builders import random_tokens, trained_a_little
+from tests.support.problems import diagonal_norm, norm_from_below
 
 CASE = Case(
     corpus="python_docs", path=None, max_characters=None, val_characters=None, val_fraction=0.05,
@@ -95,3 +100,13 @@ def test_a_rise_of_twice_the_mean_is_where_lightning_stops_a_training(tmp_path) 
                 break
         ours = (i for i in range(len(losses)) if spike(losses[: i + 1]) >= 2)
         assert next(ours, None) == stopped
+
+
+@pytest.mark.parametrize("name", ["actnorm", "weighted", "dot product"])
+def test_constants_are_those_of_dense_jacobians(name: str) -> None:
+    model, tokens = trained_a_little(MODELS[name]()), random_tokens(1, seed=3)
+    found = constants(model, tokens, num_starts=4)
+    for branch, jacobian in dense(model, tokens).items():
+        is_alone = certified_in(model) == "diagonal_block" or "feed_forward" in branch
+        true = diagonal_norm(jacobian) if is_alone else norm_from_below(jacobian, "token_max")
+        assert found[branch] == pytest.approx(true, rel=2e-3)
