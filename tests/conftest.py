@@ -52,7 +52,7 @@ def without_plots(monkeypatch) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path, single_precision: None, without_plots: None) -> Path:
+def folder(tmp_path, single_precision, without_plots) -> Path:
     """A folder with the text of small runs."""
     from tests.support.small_runs import write_text
 

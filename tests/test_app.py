@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,7 @@ def test_every_model_trains_and_evaluates(tmp_path, preset: str) -> None:
     assert (found.residual < 1e-3) == (preset not in {"dot_product", "l2"})  # NaN: none
 
 
-def test_a_training_names_its_evaluation(tmp_path, command: Callable[..., int], capsys) -> None:
+def test_a_training_names_its_evaluation(tmp_path, command, capsys) -> None:
     assert command("train", *options(tmp_path, f"run.root={tmp_path / 'my runs'}")) == 0
     run = tmp_path / "my runs" / "a"
     (said,) = re.findall("python evaluate.py (.*)", capsys.readouterr().out)

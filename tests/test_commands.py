@@ -38,7 +38,7 @@ Typed = Callable[..., str]
 
 
 @pytest.fixture
-def typed(run: Path, command: Callable[..., int], capsys) -> Typed:
+def typed(run, command, capsys) -> Typed:
     """Run a command on the run, and return what it prints."""
 
     def typed(name: str, *words: str, code: int = 0) -> str:
@@ -50,7 +50,7 @@ def typed(run: Path, command: Callable[..., int], capsys) -> Typed:
     return typed
 
 
-def test_a_sample_repeats_by_its_seed(typed: Typed) -> None:
+def test_a_sample_repeats_by_its_seed(typed) -> None:
     words = ["prompt=7 times", "length=20", "num_samples=2", "top_k=5", "top_p=0.9"]
     said = typed("sample", *words, "seed=1")
     texts = said.split("\n---\n")
@@ -62,32 +62,32 @@ def test_a_sample_repeats_by_its_seed(typed: Typed) -> None:
 
 
 @pytest.mark.parametrize("text", ["???", "null", "~", "${model.d_model}", "[1]", "a=b"])
-def test_a_text_is_taken_as_it_is_typed(typed: Typed, text: str) -> None:
+def test_a_text_is_taken_as_it_is_typed(typed, text: str) -> None:
     assert typed("sample", f"prompt={text}", "length=1").startswith(text)
     assert re.search(
         rf"^  text +{re.escape(text)}$", typed("invert", f"text={text}", "prove=false"), re.M
     )
 
 
-def test_a_prompt_comes_from_a_pipe(typed: Typed, monkeypatch) -> None:
+def test_a_prompt_comes_from_a_pipe(typed, monkeypatch) -> None:
     piped = io.BytesIO(b"\xef\xbb\xbf7 times")  # with a byte order mark, which is no text
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=piped, isatty=lambda: False))
     assert typed("sample", "length=3").startswith("7 times")
 
 
-def test_a_standard_input_that_is_closed_has_no_text(typed: Typed, monkeypatch) -> None:
+def test_a_standard_input_that_is_closed_has_no_text(typed, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert typed("sample", "length=3").startswith("\n")
     assert "standard input: there is no text to invert" in typed("invert", code=3)
 
 
-def test_a_sample_sends_a_terminal_no_commands(typed: Typed, monkeypatch) -> None:
+def test_a_sample_sends_a_terminal_no_commands(typed, monkeypatch) -> None:
     trained = SimpleNamespace(stream=lambda *_, **__: iter("a\x1b[31m"))
     monkeypatch.setattr("invformer.trained.model.load", lambda *_: trained)
     assert typed("sample", "prompt=\x07") == r"\x07a\x1b[31m" + "\n"
 
 
-def test_a_file_or_pipe_is_inverted_with_its_line_ends(typed: Typed, tmp_path, monkeypatch) -> None:
+def test_a_file_or_pipe_is_inverted_with_its_line_ends(typed, tmp_path, monkeypatch) -> None:
     content = b"\xef\xbb\xbf7 times\r\n7"
     (tmp_path / "text.txt").write_bytes(content)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
@@ -98,7 +98,7 @@ def test_a_file_or_pipe_is_inverted_with_its_line_ends(typed: Typed, tmp_path, m
 
 
 @pytest.mark.parametrize("words", [["text=-"], ["file=-"]])
-def test_a_dash_is_standard_input(typed: Typed, words: list[str], monkeypatch) -> None:
+def test_a_dash_is_standard_input(typed, words: list[str], monkeypatch) -> None:
     for command, given in (("invert", words), ("sample", ["prompt=-", "length=3"])):
         piped = SimpleNamespace(buffer=io.BytesIO(b"7 times 7"), isatty=lambda: True)
         monkeypatch.setattr(sys, "stdin", piped)
@@ -108,7 +108,7 @@ def test_a_dash_is_standard_input(typed: Typed, words: list[str], monkeypatch) -
 LONG = "7 times 7 is 49; 8 times 8 is 64; " * 6
 
 
-def test_a_long_text_is_shown_at_once_and_again_with_what_is_proven(typed: Typed) -> None:
+def test_a_long_text_is_shown_at_once_and_again_with_what_is_proven(typed) -> None:
     said = typed("invert", f"text={LONG}")
     nearest, _, proof = said.partition("  proven")
     assert nearest.count("text") == 3
@@ -121,7 +121,7 @@ def test_a_long_text_is_shown_at_once_and_again_with_what_is_proven(typed: Typed
 
 
 def test_what_was_proven_before_a_signal_is_printed(
-    run: Path, command: Callable[..., int], capsys,
+    run, command, capsys,
     monkeypatch,
 ) -> None:  # fmt: skip
     watch = Shown.__call__
@@ -143,7 +143,7 @@ def test_what_was_proven_before_a_signal_is_printed(
     assert said.out.replace("✓ proven", "").count("✓") == int(proven)
 
 
-def test_without_an_inverse_only_the_search_finds_a_text(typed: Typed, run: Path, tmp_path) -> None:
+def test_without_an_inverse_only_the_search_finds_a_text(typed, run, tmp_path) -> None:
     size = ("model=dot_product", "model.d_model=24", "monitor.enabled=false", "trainer.max_steps=1")
     words = [f"data.path={run.parent / 'squares.txt'}", f"run.root={tmp_path}"]
     fitted(options(run.parent, "plain", *size, *words))
@@ -155,7 +155,7 @@ def test_without_an_inverse_only_the_search_finds_a_text(typed: Typed, run: Path
     )
 
 
-def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path) -> None:
+def test_damaged_states_prove_less_and_nothing_wrong(typed, tmp_path) -> None:
     saved = tmp_path / "states.safetensors"
     said = typed("invert", "text=12 times 12", "noise=3", f"save_states={saved}")
     assert "other symbols would have a state" not in said
@@ -182,7 +182,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path) -> 
     ],
 )
 def test_a_value_that_does_not_fit_is_named(
-    typed: Typed, name: str, words: list[str], code: int, says: str
+    typed, name: str, words: list[str], code: int, says: str
 ) -> None:
     said = typed(name, *words, code=code)
     assert says in said
@@ -252,7 +252,7 @@ def test_the_console_script_has_every_command(monkeypatch, capsys) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(run: Path, tmp_path_factory) -> Path:
+def whole(run, tmp_path_factory) -> Path:
     """The run, evaluated and exported."""
     torch.set_default_dtype(torch.float32)
     folder = tmp_path_factory.mktemp("whole") / "shared"
@@ -266,12 +266,12 @@ def whole(run: Path, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def exported(whole: Path, tmp_path) -> Path:
+def exported(whole, tmp_path) -> Path:
     """A copy of it."""
     return shutil.copytree(whole, tmp_path / "shared")
 
 
-def test_an_export_gives_the_same_logits_and_an_honest_card(run: Path, exported: Path) -> None:
+def test_an_export_gives_the_same_logits_and_an_honest_card(run, exported) -> None:
     model, original = invformer.load(exported), invformer.load(run)
     tokens = torch.arange(1, 9)[None]
     assert torch.equal(model.network(tokens), original.network(tokens))
@@ -292,7 +292,7 @@ def test_an_export_gives_the_same_logits_and_an_honest_card(run: Path, exported:
     assert not re.search(r"None|TODO|\{|nan", text)
 
 
-def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(run: Path, tmp_path) -> None:
+def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(run, tmp_path) -> None:
     """Sampling and inverting load no training framework."""
     few = "evaluate.lipschitz_sequences=0 evaluate.inversion_sequences=0"
     text = f"data=text_file 'data.path={run.parent}/squares.txt' data.test_fraction=0"
@@ -330,7 +330,7 @@ def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(run: Path, tmp
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_states_of_any_format_are_read_beside_others_and_as_a_batch_of_one(
-    run: Path, typed: Typed, tmp_path, dtype: torch.dtype
+    run, typed, tmp_path, dtype: torch.dtype
 ) -> None:
     z, file = invformer.load(run).encode("1 2 34").to(dtype), tmp_path / "states.safetensors"
     for held, *damage in (

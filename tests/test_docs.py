@@ -147,9 +147,7 @@ def run_line(line: str, command: Callable[..., int]) -> None:
 @pytest.mark.usefixtures("without_plots")
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_every_block_of_a_tutorial_runs(
-    page: Path, desk: Path, command: Callable[..., int], monkeypatch
-) -> None:
+def test_every_block_of_a_tutorial_runs(page: Path, desk, command, monkeypatch) -> None:
     monkeypatch.chdir(desk)
     torch.set_default_dtype(torch.float32)
     namespace: dict[str, object] = {}

@@ -49,7 +49,7 @@ def refusal(monkeypatch, capsys) -> Callable[..., str]:
     return refusal
 
 
-def test_every_task_of_every_model_has_a_row_of_rates(rows: list[dict]) -> None:
+def test_every_task_of_every_model_has_a_row_of_rates(rows) -> None:
     found = {(row["task"], row["variant"]) for row in rows}
     assert found >= {(task, model) for task in ("train", "evaluate") for model in MODELS} | {
         ("generate", "dot_product"), ("generate-together", "contractive_l2"), ("invert", "picard"),
@@ -126,7 +126,7 @@ def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() ->
 )
 def test_impossible_arguments_are_refused_in_one_line_beforehand(
     words: list[str], message: str, tmp_path, monkeypatch,
-    refusal: Callable[..., str],
+    refusal,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(program, "measure_case", lambda *_: pytest.fail("it measures"))

@@ -39,18 +39,18 @@ def model(monkeypatch) -> CharTransformer:
     return trained_a_little(assemble.build_model(config, VOCAB, SEQ_LEN), steps=2).double()
 
 
-def test_the_new_attention_trains_and_is_certified_at_its_target(model: CharTransformer) -> None:
+def test_the_new_attention_trains_and_is_certified_at_its_target(model) -> None:
     certificate = certify(model)
     assert certificate.holds
     assert 0.49 < certificate.per_branch["block_01/attention"] <= 0.5
 
 
-def test_no_token_sees_a_later_one(model: CharTransformer) -> None:
+def test_no_token_sees_a_later_one(model) -> None:
     tokens = random_tokens(1)
     torch.testing.assert_close(model(tokens)[:, :3], model(tokens[:, :3]), rtol=0, atol=1e-12)
 
 
-def test_the_new_attention_is_inverted_and_its_error_is_bounded(model: CharTransformer) -> None:
+def test_the_new_attention_is_inverted_and_its_error_is_bounded(model) -> None:
     x = model.embedding(random_tokens(3)).detach()
     solution = model.stack.inverse(model.stack(x))
     error = (solution.value - x).norm(dim=-1).amax(-1)
@@ -58,7 +58,7 @@ def test_the_new_attention_is_inverted_and_its_error_is_bounded(model: CharTrans
     assert (solution.error_bound < 1e-6).all()
 
 
-def test_a_dense_jacobian_of_the_new_attention_is_below_its_bound(model: CharTransformer) -> None:
+def test_a_dense_jacobian_of_the_new_attention_is_below_its_bound(model) -> None:
     branch: Any = model.stack.blocks[0].attention.branch
     jacobian = dense_jacobian(branch, torch.randn(5, 12, dtype=torch.float64))
     blocks = jacobian.unflatten(0, (5, 12)).unflatten(2, (5, 12)).detach()
@@ -66,14 +66,14 @@ def test_a_dense_jacobian_of_the_new_attention_is_below_its_bound(model: CharTra
     assert gain <= branch.lipschitz_bound("token_max") * (1 + 1e-12)
 
 
-def test_an_evaluation_leaves_out_norms_without_a_theorem(model: CharTransformer) -> None:
+def test_an_evaluation_leaves_out_norms_without_a_theorem(model) -> None:
     assert measured_branches(model, random_tokens(1), 3).keys() == {"token_max"}
 
 
 @pytest.mark.parametrize("measured", ["token_max", "diagonal_block"])
 @pytest.mark.parametrize("radius", [None, 1.5])
 def test_estimates_follow_those_of_automatic_derivatives_and_stay_below_local_bounds(
-    model: CharTransformer, measured: Any, radius: float | None, monkeypatch
+    model, measured: Any, radius: float | None, monkeypatch
 ) -> None:
     for block in model.stack.blocks:
         block.attention.input_radius = radius
@@ -91,7 +91,7 @@ def test_estimates_follow_those_of_automatic_derivatives_and_stay_below_local_bo
 
 
 @torch.no_grad()
-def test_characters_are_proven_through_the_new_attention(model: CharTransformer) -> None:
+def test_characters_are_proven_through_the_new_attention(model) -> None:
     tokens = random_tokens(1)
     states, places = model.stack(model.embedding(tokens))[0], torch.arange(SEQ_LEN)
     for accurate in (True, False):
@@ -104,13 +104,13 @@ def test_characters_are_proven_through_the_new_attention(model: CharTransformer)
     assert prefix_margins(model, tokens, states[None], unknown=0).proven.any()
 
 
-def test_a_subclass_has_no_certificate_until_it_says_so(model: CharTransformer) -> None:
+def test_a_subclass_has_no_certificate_until_it_says_so(model) -> None:
     model.stack.blocks[0].attention.branch.__class__ = Untold
     with pytest.raises(NoCertificateError, match="no proof is known for Untold"):
         certify(model)
 
 
 @pytest.mark.parametrize(("key", "value"), [("certificate", "causal"), ("d_head", 4)])
-def test_options_of_others_are_refused(key: str, value: Any, model: CharTransformer) -> None:
+def test_options_of_others_are_refused(key: str, value: Any, model) -> None:
     with pytest.raises(ConfigurationError, match=f"model.{key}: .*position"):
         ModelConfig(name="position", **{key: value})

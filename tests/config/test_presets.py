@@ -85,13 +85,13 @@ def test_a_runs_folder_names_the_run_that_is_in_it_now(name: str, tmp_path) -> N
     assert load("run.name=other", f"config={tmp_path}/{name}").run.name == "other"
 
 
-def test_text_keeps_its_letters_in_a_file_and_blank_is_null(experiments: Path) -> None:
+def test_text_keeps_its_letters_in_a_file_and_blank_is_null(experiments) -> None:
     write(experiments, mine="run: {name: 010}\ndata:\n  path:\nmodel: {d_ff: 010}\n")
     config = load("experiment=mine")
     assert (config.run.name, config.data.path, config.model.d_ff) == ("010", None, 10)
 
 
-def test_an_empty_file_changes_nothing(experiments: Path) -> None:
+def test_an_empty_file_changes_nothing(experiments) -> None:
     for text in ("", "# nothing\n", "model:\n"):
         write(experiments, mine=text)
         assert load("experiment=mine") == TrainConfig()
@@ -99,7 +99,7 @@ def test_an_empty_file_changes_nothing(experiments: Path) -> None:
         load("model=l2")
 
 
-def test_an_experiment_changes_what_it_extends(experiments: Path) -> None:
+def test_an_experiment_changes_what_it_extends(experiments) -> None:
     write(
         experiments,
         grandparent="model: {d_model: 48, num_layers: 3}\noptim: {betas: [0.5, 0.6], lr: 1e-3}",
@@ -133,7 +133,7 @@ def test_an_experiment_changes_what_it_extends(experiments: Path) -> None:
         ("base: wrong", "wrong.yaml: unknown key 'model.d_modl'"),
     ],
 )
-def test_a_broken_file_is_refused_by_name(experiments: Path, text: str | bytes, says: str) -> None:
+def test_a_broken_file_is_refused_by_name(experiments, text: str | bytes, says: str) -> None:
     write(experiments, mine=text, other="base: mine", parent="", wrong="model: {d_modl: 3}")
     with pytest.raises(ConfigurationError) as caught:
         load("experiment=mine")

@@ -269,7 +269,7 @@ def tables(monkeypatch, tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_damaged_copy_of_the_hub_is_one_line(tables: Path, monkeypatch) -> None:
+def test_a_damaged_copy_of_the_hub_is_one_line(tables, monkeypatch) -> None:
     import datasets
 
     load = datasets.load_dataset

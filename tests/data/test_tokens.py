@@ -30,7 +30,7 @@ def cache(monkeypatch, tmp_path) -> Path:
 @pytest.mark.parametrize("num_symbols", [26, 300])
 @pytest.mark.parametrize("max_characters", [None, 1000])
 def test_mapped_tokens_are_those_of_the_text(
-    cache: Path, tmp_path, num_symbols: int, max_characters: int | None
+    cache, tmp_path, num_symbols: int, max_characters: int | None
 ) -> None:
     text = "".join(chr(100 + i) for i in range(num_symbols)) * 90
     path = write(tmp_path / "a.txt", text)
@@ -45,7 +45,7 @@ def test_mapped_tokens_are_those_of_the_text(
 
 
 def test_one_text_is_encoded_once_whatever_its_name_and_again_if_it_was_cut_short(
-    cache: Path, tmp_path, monkeypatch
+    cache, tmp_path, monkeypatch
 ) -> None:
     for name in ("a.txt", "b.txt"):
         corpus = corpus_at(write(tmp_path / name, TEXT))
@@ -63,7 +63,7 @@ def test_one_text_is_encoded_once_whatever_its_name_and_again_if_it_was_cut_shor
     assert len(list(cache.glob("*.tokens"))) == 2
 
 
-def test_a_text_that_changes_while_it_is_encoded_leaves_no_file(cache: Path, tmp_path) -> None:
+def test_a_text_that_changes_while_it_is_encoded_leaves_no_file(cache, tmp_path) -> None:
     corpus = corpus_at(write(tmp_path / "a.txt", TEXT))
     assert corpus.sha256
     write(tmp_path / "a.txt", TEXT.replace("9", "8"))
@@ -75,7 +75,7 @@ def test_a_text_that_changes_while_it_is_encoded_leaves_no_file(cache: Path, tmp
     assert [file.suffix for file in cache.iterdir()] == [".lock"]
 
 
-def test_a_cache_that_takes_no_file_is_one_line(cache: Path, tmp_path) -> None:
+def test_a_cache_that_takes_no_file_is_one_line(cache, tmp_path) -> None:
     corpus = corpus_at(write(tmp_path / "a.txt", TEXT))
     write(tmp_path / "cache", "no folder")
     with pytest.raises(StorageError, match=r"cache.*cannot be written .*set XDG_CACHE") as error:

@@ -1,7 +1,6 @@
 """Characters or bytes to tokens and back, nothing lost and nothing silent."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,7 +74,7 @@ def test_a_damaged_vocabulary_is_refused(state: object) -> None:
 GREEK = f"{TEXT}∫ π dx; {TEXT[:200]}"
 
 
-def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
+def test_a_model_of_bytes_knows_every_text(folder) -> None:
     (folder / "squares.txt").write_text(GREEK, encoding="utf-8")
     words = ("data.vocabulary=bytes", "data.unknown=refuse", "trainer.max_steps=2")
     fitted(options(folder, "a", *words, "trainer.sample_length=5"))
@@ -92,7 +91,7 @@ def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
     assert report.data.unknown_rate == 0
 
 
-def test_unknown_characters_are_refused_where_that_is_asked_for(folder: Path) -> None:
+def test_unknown_characters_are_refused_where_that_is_asked_for(folder) -> None:
     (folder / "squares.txt").write_text(TEXT + "Ω" * 60, encoding="utf-8")
     with pytest.raises(
         DataError, match=r"squares.txt: the vocabulary of the model lacks 'Ω'; take"

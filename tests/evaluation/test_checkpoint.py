@@ -61,7 +61,7 @@ def naming(best: object) -> Callable[[Path], None]:
     ],
 )
 def test_the_best_is_taken_and_a_warning_says_why_it_is_not(
-    checkpoints: Path, do: Callable, taken: str, why: str, caplog
+    checkpoints, do: Callable, taken: str, why: str, caplog
 ) -> None:
     do(checkpoints)
     assert read_checkpoint(str(checkpoints.parent)).path.name == taken

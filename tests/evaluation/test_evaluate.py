@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -92,9 +91,7 @@ def test_no_checkpoint_has_a_wrong_proof(tmp_path, apart: float, unknown: float)
         assert inversion.characters_recovered == 1
 
 
-def test_a_full_disk_does_not_take_the_table(
-    tmp_path, command: Callable[..., int], monkeypatch, capsys
-) -> None:
+def test_a_full_disk_does_not_take_the_table(tmp_path, command, monkeypatch, capsys) -> None:
     Saved(tmp_path).save()
     full = StorageError("evaluation.json: cannot be written (No space left on device)")
     monkeypatch.setattr("invformer.report.page.write_json", Mock(side_effect=full))

@@ -41,7 +41,7 @@ def evaluate(folder: Path, *more: str) -> Evaluation:
     return evaluated(folder, *QUICK, *more)
 
 
-def test_a_checkpoint_cannot_make_us_read_devices_or_empty_files(folder: Path) -> None:
+def test_a_checkpoint_cannot_make_us_read_devices_or_empty_files(folder) -> None:
     os.mkfifo(folder / "pipe")
     for path in ("/dev/zero", str(folder / "pipe")):
         (saved,) = (folder / "checkpoints").iterdir()
@@ -55,7 +55,7 @@ def test_a_checkpoint_cannot_make_us_read_devices_or_empty_files(folder: Path) -
         assert report.ngram is None
 
 
-def test_a_text_in_other_characters_is_refused_and_looked_for_where_it_is(folder: Path) -> None:
+def test_a_text_in_other_characters_is_refused_and_looked_for_where_it_is(folder) -> None:
     with pytest.raises(CheckpointError, match=r"most characters of python_docs \(pydoc_data"):
         evaluate(folder, "data.name=python_docs")
     other = folder / "other.txt"
@@ -64,7 +64,7 @@ def test_a_text_in_other_characters_is_refused_and_looked_for_where_it_is(folder
         evaluate(folder, "data.name=text_file", f"data.path={other}")
 
 
-def test_the_ngram_has_learnt_the_models_text_or_is_left_out(folder: Path, capsys) -> None:
+def test_the_ngram_has_learnt_the_models_text_or_is_left_out(folder, capsys) -> None:
     other = folder / "other.txt"
     other.write_text("9 is 9 times 1; 16 is 2 times 8; 81 is 3 times 27; " * 20)
     elsewhere = "data.name=text_file", f"data.path={other}"

@@ -35,7 +35,7 @@ def kept(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def compiler(tmp_path, kept: Path, monkeypatch) -> Path:
+def compiler(tmp_path, kept, monkeypatch) -> Path:
     """The folder of a stand-in for a compiler."""
     folder = tmp_path / "compiler"
     folder.mkdir()
@@ -63,7 +63,7 @@ def complaint_of_another_process() -> str | None:
     return native.complaint()
 
 
-def test_code_is_compiled_once_for_each_processor(compiler: Path, kept: Path) -> None:
+def test_code_is_compiled_once_for_each_processor(compiler, kept) -> None:
     assert complaint_of_another_process() is None
     assert complaint_of_another_process() is None
     assert times_compiled(compiler) == 1
@@ -77,7 +77,7 @@ def test_code_is_compiled_once_for_each_processor(compiler: Path, kept: Path) ->
     "damage", [lambda c: b"half of it", lambda c: c[: len(c) // 2], lambda c: c[:-1] + b"?"]
 )
 def test_damaged_code_is_compiled_again(
-    compiler: Path, kept: Path, monkeypatch, damage: Callable[[bytes], bytes]
+    compiler, kept, monkeypatch, damage: Callable[[bytes], bytes]
 ) -> None:
     assert complaint_of_another_process() is None
     (file,) = kept.iterdir()
@@ -92,7 +92,7 @@ def test_damaged_code_is_compiled_again(
 
 @pytest.mark.parametrize("make", [lambda folder: folder.mkdir(0o777), Path.touch])
 def test_code_that_others_could_have_put_there_is_not_run_nor_is_any_left_in_their_place(
-    make: Callable[[Path], None], compiler: Path, kept: Path, tmp_path,
+    make: Callable[[Path], None], compiler, kept, tmp_path,
     monkeypatch,
 ) -> None:  # fmt: skip
     kept.parent.mkdir()
@@ -106,23 +106,21 @@ def test_code_that_others_could_have_put_there_is_not_run_nor_is_any_left_in_the
     assert not [*kept.glob("*"), *scratch.iterdir()]
 
 
-def test_a_compiler_that_fails_says_why(tmp_path, kept: Path, monkeypatch) -> None:
+def test_a_compiler_that_fails_says_why(tmp_path, kept, monkeypatch) -> None:
     failing = "#!/bin/sh\necho note >&2; echo 'x.cpp:1: error: no such luck' >&2; exit 1\n"
     install(tmp_path / "c++", failing, monkeypatch)
     assert native.complaint() == f"{tmp_path}/c++ failed: x.cpp:1: error: no such luck"
 
 
 @pytest.mark.parametrize(("limit", "flag"), [("ANSWER_S", "-dM"), ("COMPILATION_S", "-shared")])
-def test_a_compiler_that_hangs_is_none(
-    limit: str, flag: str, tmp_path, kept: Path, monkeypatch
-) -> None:
+def test_a_compiler_that_hangs_is_none(limit: str, flag: str, tmp_path, kept, monkeypatch) -> None:
     monkeypatch.setattr(native, limit, 0.2)
     hanging = f'#!/bin/sh\ncase "$*" in *{flag}*) exec sleep 60 ;; esac\n'
     install(tmp_path / "c++", hanging, monkeypatch)
     assert "timed out after 0.2 seconds" in (native.complaint() or "")
 
 
-def test_without_a_compiler_attention_is_that_of_other_kernels(kept: Path, monkeypatch) -> None:
+def test_without_a_compiler_attention_is_that_of_other_kernels(kept, monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     bias = position("table", 2, 40, torch.float32).logit_bias(40)
     q = torch.randn(1, 2, 40, 8, dtype=torch.float32)

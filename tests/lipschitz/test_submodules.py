@@ -65,7 +65,7 @@ def agree(values: dict[str, float], true: dict[str, float], rtol: float = 0.01) 
         assert (1 - rtol) * true[name] <= value <= true[name] * (1 + 1e-9) + 1e-12, name
 
 
-def test_every_constant_is_that_of_the_dense_jacobian(model: Model) -> None:
+def test_every_constant_is_that_of_the_dense_jacobian(model) -> None:
     tokens = torch.randint(11, (2, TOKENS))
     found = local_constants(model, tokens)
     inside = ("", ".0", ".1", ".1.qkv", ".1.dropout", ".2", ".3", ".4")
@@ -320,7 +320,7 @@ def test_packed_sequences_and_shapes_are_taken() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks_are_measured(model: Model, reentrant: bool) -> None:
+def test_checkpointed_blocks_are_measured(model, reentrant: bool) -> None:
     tokens = torch.randint(11, (2, TOKENS))
     found = local_constants(model, tokens)
     block = model.block.forward

@@ -100,7 +100,7 @@ def test_ranks_of_torchrun_say_what_each_has_and_once_that_all_were_stopped(
     assert all(line.startswith(f"error: {start}") for line, start in zip(lines, says, strict=True))
 
 
-def test_the_debug_flag_adds_the_traceback(command: Callable[..., int], capsys) -> None:
+def test_the_debug_flag_adds_the_traceback(command, capsys) -> None:
     assert command("evaluate", "checkpoint=missing", "--debug") == 4
     *traceback, last = capsys.readouterr().err.splitlines()
     assert traceback[0].startswith("Traceback")

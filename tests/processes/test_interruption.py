@@ -47,7 +47,7 @@ def exceed_bound(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3])  # after the last of these, in a validation
 def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_and_saves_nothing(
-    folder: Path, monkeypatch, stop_at: int
+    folder, monkeypatch, stop_at: int
 ) -> None:
     exceed_bound(monkeypatch, at=1)
     run = run_of(folder, stop_at)
@@ -60,7 +60,7 @@ def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_a
     assert evidence["row"][f"{BRANCH}/estimate"] == 99.0
 
 
-def test_a_stopped_run_that_cannot_save_leaves_signals_as_they_were(folder: Path) -> None:
+def test_a_stopped_run_that_cannot_save_leaves_signals_as_they_were(folder) -> None:
     run = run_of(folder, stop_at=1)
     (run.directory.path / LOCK).unlink()  # so that saving is refused, amid Lightning's own cleaning
     before = [signal.getsignal(number) for number in STOPPING]
@@ -69,7 +69,7 @@ def test_a_stopped_run_that_cannot_save_leaves_signals_as_they_were(folder: Path
     assert [signal.getsignal(number) for number in STOPPING] == before
 
 
-def test_an_update_skipped_before_a_signal_ends_the_run(folder: Path, monkeypatch) -> None:
+def test_an_update_skipped_before_a_signal_ends_the_run(folder, monkeypatch) -> None:
     monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
     run = run_of(folder, stop_at=5)
     weight = run.module.model.head.weight

@@ -130,7 +130,7 @@ def exact_states(model: CharTransformer, tokens: Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("accurate", [True, False])
 @torch.no_grad()
-def test_enclosed_states_contain_those_in_200_bits(model: CharTransformer, accurate: bool) -> None:
+def test_enclosed_states_contain_those_in_200_bits(model, accurate: bool) -> None:
     (tokens,), places = random_tokens(1), torch.arange(SEQ_LEN)
     with torch.no_grad():
         network = Network(model, SEQ_LEN, accurate)
@@ -150,7 +150,7 @@ def test_enclosed_states_contain_those_in_200_bits(model: CharTransformer, accur
 
 
 @pytest.mark.parametrize("relative", [1e-6, 1e-2])
-def test_a_branch_of_an_enclosure_is_enclosed(model: CharTransformer, relative: float) -> None:
+def test_a_branch_of_an_enclosure_is_enclosed(model, relative: float) -> None:
     model = model.double()
     generator = torch.Generator().manual_seed(0)
     functions: list[Callable[[Tensor], Tensor]] = []
@@ -185,9 +185,7 @@ def test_a_branch_of_an_enclosure_is_enclosed(model: CharTransformer, relative: 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @torch.no_grad()
-def test_inner_errors_are_carried_to_the_top(
-    model: CharTransformer, seed: int, monkeypatch
-) -> None:
+def test_inner_errors_are_carried_to_the_top(model, seed: int, monkeypatch) -> None:
     """Functions that err as they say they may: states are off, and within their enclosures."""
     model = model.double()
     generator, size = torch.Generator().manual_seed(0), 1e-7

@@ -33,7 +33,7 @@ def model(request) -> CharTransformer:
 
 
 @torch.no_grad()
-def test_margins_are_those_of_every_symbol_at_every_place(model: CharTransformer) -> None:
+def test_margins_are_those_of_every_symbol_at_every_place(model) -> None:
     tokens = random_tokens(1)
     states = model.stack(model.embedding(tokens))
     found = prefix_margins(model, tokens, states, unknown=None)
@@ -51,7 +51,7 @@ def test_margins_are_those_of_every_symbol_at_every_place(model: CharTransformer
 
 
 @torch.no_grad()
-def test_a_text_is_found_from_its_rounded_states_alone(model: CharTransformer) -> None:
+def test_a_text_is_found_from_its_rounded_states_alone(model) -> None:
     tokens = random_tokens(2).clamp(min=1)
     states = model.stack(model.embedding(tokens))
     step = states.std() / 4

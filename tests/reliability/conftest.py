@@ -19,18 +19,18 @@ def root(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def zygote(root: Path) -> Iterator[Zygote]:
+def zygote(root) -> Iterator[Zygote]:
     mother = Zygote(root)
     yield mother
     mother.close()
 
 
 @pytest.fixture(scope="session")
-def durations(zygote: Zygote, root: Path) -> dict[str, float]:
+def durations(zygote, root) -> dict[str, float]:
     return undisturbed(zygote, root)
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(root: Path, durations: dict[str, float]) -> dict[str, Path]:
+def uninterrupted(root, durations) -> dict[str, Path]:
     """The run of each model that nobody disturbed."""
     return {name: root / name for name in durations}

@@ -15,7 +15,6 @@ from invformer.processes.launcher import conclusion
 from invformer.runs.run_log import read_rows
 from tests.support.processes import ROOT
 from tests.support.small_runs import DROPOUT, difference, options
-from tests.support.zygote import Zygote
 
 PROGRAM, TRAIN = "tests.reliability.rank_program", "tests.reliability.broken_train"
 
@@ -60,7 +59,7 @@ def await_end(pids: list[int]) -> None:
     ],
 )
 def test_a_rank_that_fails_ends_all_with_one_line_and_one_code(
-    zygote: Zygote, tmp_path, behaviour: str, code: int, message: str
+    zygote, tmp_path, behaviour: str, code: int, message: str
 ) -> None:
     zygote.start([behaviour, str(tmp_path)], program=PROGRAM)
     pids, ended = ranks(tmp_path), zygote.wait()
@@ -98,7 +97,7 @@ def test_the_line_of_a_run_is_that_of_the_rank_that_knows_most(
     assert str(error).startswith(message)
 
 
-def test_ranks_that_finish_end_with_zero(zygote: Zygote, tmp_path) -> None:
+def test_ranks_that_finish_end_with_zero(zygote, tmp_path) -> None:
     ended = zygote.run(["finish", str(tmp_path)], program=PROGRAM)
     assert ended.code == 0, ended.stderr
 
@@ -108,7 +107,7 @@ def test_ranks_that_finish_end_with_zero(zygote: Zygote, tmp_path) -> None:
     [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGTERM, True)],
 )
 def test_a_signal_reaches_every_rank_and_each_may_save(
-    zygote: Zygote, tmp_path, number: signal.Signals, to_all: bool
+    zygote, tmp_path, number: signal.Signals, to_all: bool
 ) -> None:
     launcher = zygote.start(["be told", str(tmp_path)], program=PROGRAM)
     pids = ranks(tmp_path)
@@ -122,7 +121,7 @@ def test_a_signal_reaches_every_rank_and_each_may_save(
     await_end(pids)
 
 
-def test_ranks_end_when_their_launcher_is_killed(zygote: Zygote, tmp_path) -> None:
+def test_ranks_end_when_their_launcher_is_killed(zygote, tmp_path) -> None:
     launcher = zygote.start(["wait", str(tmp_path)], program=PROGRAM)
     pids = ranks(tmp_path)
     os.kill(launcher, signal.SIGKILL)
@@ -141,7 +140,7 @@ def test_ranks_end_when_their_launcher_is_killed(zygote: Zygote, tmp_path) -> No
         ("stop", "another process of the run is gone"),
     ],
 )
-def test_training_with_a_broken_rank_ends_with_code_9(root: Path, how: str, message: str) -> None:
+def test_training_with_a_broken_rank_ends_with_code_9(root, how: str, message: str) -> None:
     arguments = options(
         root, f"ranks-{how}", "trainer.devices=2", "trainer.rank_timeout=15", model=DROPOUT
     )
@@ -158,7 +157,7 @@ def test_training_with_a_broken_rank_ends_with_code_9(root: Path, how: str, mess
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_training_in_two_processes_is_stopped_and_continued_to_the_same_bits(root: Path) -> None:
+def test_training_in_two_processes_is_stopped_and_continued_to_the_same_bits(root) -> None:
     finish(root, "whole", "trainer.devices=2")
     stop(root, "parts", "trainer.devices=2")
     finish(root, "parts", "trainer.devices=2")
@@ -167,7 +166,7 @@ def test_training_in_two_processes_is_stopped_and_continued_to_the_same_bits(roo
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_continues_with_another_number_of_ranks(root: Path) -> None:
+def test_a_run_continues_with_another_number_of_ranks(root) -> None:
     exact = "trainer.precision=64-true", "trainer.accumulate=2"
     finish(root, "one", *exact)
     stop(root, "mixed", *exact, "trainer.devices=2")
@@ -218,7 +217,7 @@ def agents(name: str, root: Path, how: str) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_agents_of_torchrun_train_and_continue_after_one_was_killed(root: Path) -> None:
+def test_two_agents_of_torchrun_train_and_continue_after_one_was_killed(root) -> None:
     for agent in agents("agents", root, "not"):
         _, stderr = agent.communicate(timeout=400)
         assert agent.returncode == 0, stderr

@@ -14,7 +14,6 @@ import pytest
 from tests.support.kills import FAST, MODELS, kill_and_resume
 from tests.support.processes import ROOT
 from tests.support.small_runs import DROPOUT, difference, newest, options, without_plots, write_text
-from tests.support.zygote import Zygote
 
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
 MODULE = "invformer.training.module"
@@ -37,7 +36,7 @@ PLACES = {
 
 
 def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
-    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
+    zygote, root, uninterrupted
 ) -> None:
     arguments = options(root, "stopped")
     steps = []
@@ -64,7 +63,7 @@ def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
     "place", ["invformer.training.build:build_data", "invformer.training.build:build_callbacks"]
 )
 def test_a_run_stopped_while_it_starts_ends_at_once_in_one_line(
-    zygote: Zygote, root: Path, place: str, number: int
+    zygote, root, place: str, number: int
 ) -> None:
     name = f"start-{place.rpartition('_')[2]}-{number}"
     ended = zygote.run(options(root, name), signals=[(place, 1, number)], before=FAST)
@@ -86,7 +85,7 @@ def is_under_nohup() -> None:
 
 
 def test_a_run_whose_terminal_is_closed_saves_its_state_and_continues_to_the_same_bits(
-    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
+    zygote, root, uninterrupted
 ) -> None:
     arguments = options(root, "hang-up")
     signals = [(STEP, 4, int(signal.SIGHUP))]
@@ -99,9 +98,7 @@ def test_a_run_whose_terminal_is_closed_saves_its_state_and_continues_to_the_sam
     assert difference(uninterrupted["contractive"], root / "hang-up") is None
 
 
-def test_a_run_stopped_after_its_training_has_nothing_to_lose(
-    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
-) -> None:
+def test_a_run_stopped_after_its_training_has_nothing_to_lose(zygote, root, uninterrupted) -> None:
     arguments = options(root, "conclusion")
     place = "invformer.training.fit:five_gram"
     assert zygote.run(arguments, signals=[(place, 1, TERM)], before=FAST).code == 143
@@ -118,9 +115,7 @@ def without_console() -> None:
     os.dup2(writing, 2)
 
 
-def test_a_run_whose_console_is_lost_goes_on_to_the_same_bits(
-    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
-) -> None:
+def test_a_run_whose_console_is_lost_goes_on_to_the_same_bits(zygote, root, uninterrupted) -> None:
     arguments = options(root, "unread", "trainer.progress=true", "trainer.sample_length=5")
     assert zygote.run(arguments, before=f"{__name__}:without_console").code == 0
     assert difference(uninterrupted["contractive"], root / "unread") is None
@@ -148,7 +143,7 @@ def full_after_a_while() -> None:
 
 
 def test_a_disk_that_fills_up_ends_the_run_and_keeps_what_was_saved(
-    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
+    zygote, root, uninterrupted
 ) -> None:
     arguments = options(root, "full", model=DROPOUT)
     ended = zygote.run(arguments, before=f"{__name__}:full_after_a_while")
@@ -185,11 +180,7 @@ KILLS = 3
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_killed_again_and_again_ends_as_the_uninterrupted_one(
-    zygote: Zygote,
-    root: Path,
-    uninterrupted: dict[str, Path],
-    durations: dict[str, float],
-    seed: int,
+    zygote, root, uninterrupted, durations, seed: int
 ) -> None:
     model = "dropout" if seed % 2 else "contractive"
     kills = part = 0

@@ -10,7 +10,6 @@ from tests.runs.wandb_records import read_records
 from tests.support.fake_wandb import FakeServer, refused
 from tests.support.processes import python
 from tests.support.small_runs import DROPOUT, difference, options, without_plots
-from tests.support.zygote import Zygote
 
 KEY = "5ec2e7" * 6 + "abcd"
 TOKEN = "hf_5ec2e7secret5ec2e7"
@@ -71,11 +70,7 @@ def assert_no_secret_in(folder: Path) -> None:
     ],
 )
 def test_a_server_that_misbehaves_changes_no_loss(
-    zygote: Zygote,
-    root: Path,
-    uninterrupted: dict[str, Path],
-    serve: Callable[[str], FakeServer],
-    behaviour: str,
+    zygote, root, uninterrupted, serve, behaviour: str
 ) -> None:
     name = f"wandb-{behaviour}"
     server = None if behaviour == "refuses" else serve("ok" if behaviour == "dies" else behaviour)
@@ -99,9 +94,7 @@ def test_a_server_that_misbehaves_changes_no_loss(
 
 
 @pytest.mark.slow
-def test_an_online_run_is_continued_under_its_name(
-    zygote: Zygote, root: Path, serve: Callable[[str], FakeServer]
-) -> None:
+def test_an_online_run_is_continued_under_its_name(zygote, root, serve) -> None:
     server = serve("ok")
     arguments = [*options(root, "wandb-online", model=DROPOUT), "logger.name=wandb"]
     how = {"before": f"{__name__}:patient", "environment": environment(server.url)}
@@ -117,7 +110,7 @@ def test_an_online_run_is_continued_under_its_name(
 
 @pytest.mark.slow
 def test_an_offline_run_that_went_on_and_was_moved_is_uploaded_whole_and_nothing_before(
-    zygote: Zygote, root: Path, serve: Callable[[str], FakeServer], tmp_path
+    zygote, root, serve, tmp_path
 ) -> None:
     server = serve("ok")
     (tmp_path / "settings").write_text("[default]\nmode = offline\n")
@@ -153,9 +146,7 @@ def names_in(server: FakeServer) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_client_process_that_dies_takes_nothing_with_it(
-    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
-) -> None:
+def test_a_client_process_that_dies_takes_nothing_with_it(zygote, root, uninterrupted) -> None:
     ended = zygote.run(
         [*options(root, "wandb-core", model=DROPOUT), "logger.name=wandb", "logger.mode=offline"],
         before=f"{__name__}:mortal",

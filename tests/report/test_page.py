@@ -49,7 +49,7 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_a_page_has_everything_and_refers_to_nothing(report: Evaluation) -> None:
+def test_a_page_has_everything_and_refers_to_nothing(report) -> None:
     elements = Elements(page(report, {}))
     assert all(r.startswith("data:image/png;base64,") for r in elements.references)
     assert not {"script", "link", "iframe", "object", "base"} & set(elements.tags)
@@ -65,7 +65,7 @@ def test_a_page_has_everything_and_refers_to_nothing(report: Evaluation) -> None
     assert elements.text.count(first.recovered) >= 2
 
 
-def test_text_of_a_model_is_escaped_in_a_page(report: Evaluation) -> None:
+def test_text_of_a_model_is_escaped_in_a_page(report) -> None:
     said = "<script>alert(1)</script>\x1b[31m"
     assert report.inversion
     inversion = replace(report.inversion, texts=[MarkedText(said, said, "✓·✗" * 9 + "✓✓✓")])
@@ -97,7 +97,7 @@ def test_every_model_has_a_page_with_or_without_data(words: list[str], says: str
     assert len(table.comparison([report, without])) == 3
 
 
-def test_only_an_evaluation_of_its_own_text_replaces_a_page(report: Evaluation, tmp_path) -> None:
+def test_only_an_evaluation_of_its_own_text_replaces_a_page(report, tmp_path) -> None:
     write_metrics(tmp_path / "metrics.jsonl")
     latest = tmp_path / "evaluation.json"
     assert keep(report, latest)[1] == tmp_path / "report.html"
@@ -111,7 +111,7 @@ def test_only_an_evaluation_of_its_own_text_replaces_a_page(report: Evaluation, 
     assert (tmp_path / "report.html").read_bytes() == own
 
 
-def test_several_models_share_a_table_and_a_figure(report: Evaluation, tmp_path, capsys) -> None:
+def test_several_models_share_a_table_and_a_figure(report, tmp_path, capsys) -> None:
     nothing = {"certificate": None, "inversion": None, "ngram": None, "local_lipschitz": {}}
     path = "runs/plain/checkpoints/step-00000003"
     baseline = replace(report, checkpoint=path, bpc=9.5, **nothing)
@@ -139,7 +139,7 @@ def test_several_models_share_a_table_and_a_figure(report: Evaluation, tmp_path,
     keep_comparison([baseline, baseline], tmp_path)  # a figure without constants
 
 
-def test_margins_that_are_not_finite_prove_nothing(report: Evaluation) -> None:
+def test_margins_that_are_not_finite_prove_nothing(report) -> None:
     assert report.inversion
     inversion = replace(report.inversion, radius=math.nan, distance=math.nan)
     text = Elements(page(replace(report, inversion=inversion), {})).text
@@ -147,7 +147,7 @@ def test_margins_that_are_not_finite_prove_nothing(report: Evaluation) -> None:
     assert "other symbols would" not in text
 
 
-def test_a_summary_says_what_an_evaluation_found(report: Evaluation) -> None:
+def test_a_summary_says_what_an_evaluation_found(report) -> None:
     found = table.summary_values(report)
     assert found["evaluation/val_bpc"] == report.bpc
     assert found["evaluation/characters_proven"] == 1

@@ -33,7 +33,7 @@ def half_way(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def stopped_run(half_way: Path, tmp_path) -> Path:
+def stopped_run(half_way, tmp_path) -> Path:
     """A copy of the run that was stopped, on the very text."""
     shutil.copytree(half_way, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "a" / "checkpoints").iterdir():

@@ -132,7 +132,7 @@ def test_a_process_killed_anywhere_in_a_save_leaves_the_newest_or_the_one_before
     assert killed >= 40
 
 
-def test_files_reach_the_disk_before_names_and_manifest_last(folder: Path, monkeypatch) -> None:
+def test_files_reach_the_disk_before_names_and_manifest_last(folder, monkeypatch) -> None:
     order = []
     write, sync, rename = directory.write_new, directory.sync_folder, os.rename
     monkeypatch.setattr(directory, "write_new", lambda p, c: (write(p, c), order.append(p.name)))
@@ -144,7 +144,7 @@ def test_files_reach_the_disk_before_names_and_manifest_last(folder: Path, monke
 
 
 @pytest.mark.parametrize("where", ["weights", "optimizer"])
-def test_a_state_that_is_not_finite_is_never_written(folder: Path, where: str) -> None:
+def test_a_state_that_is_not_finite_is_never_written(folder, where: str) -> None:
     bad, good = torch.tensor([1.0, float("nan")]), torch.ones(2)
     weights = {"w": bad if where == "weights" else good}
     state = {**NO_STATE, "optimizer_states": [{"m": bad if where == "optimizer" else good}]}
@@ -165,7 +165,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_any_damage_to_any_file_is_found_and_the_one_before_is_taken(
-    folder: Path, name: str, damage: str
+    folder, name: str, damage: str
 ) -> None:
     save(folder, 1)
     path = folder / save(folder, 2) / name
@@ -179,20 +179,20 @@ def test_any_damage_to_any_file_is_found_and_the_one_before_is_taken(
     assert "step-00000002" in refused
 
 
-def test_when_none_verifies_nothing_is_started_over(folder: Path) -> None:
+def test_when_none_verifies_nothing_is_started_over(folder) -> None:
     (folder / save(folder, 1) / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"no other checkpoint in .* is whole"):
         newest_checkpoint(folder)
 
 
-def test_hidden_files_of_whoever_looks_at_folders_are_no_part_of_a_checkpoint(folder: Path) -> None:
+def test_hidden_files_of_whoever_looks_at_folders_are_no_part_of_a_checkpoint(folder) -> None:
     path = folder / save(folder, 1)
     for name in (".DS_Store", "._model.json", ".nfs0000000001"):
         (path / name).touch()
     assert newest(folder.parent).verified().step == 1
 
 
-def test_a_pointer_of_git_lfs_is_called_one(folder: Path) -> None:
+def test_a_pointer_of_git_lfs_is_called_one(folder) -> None:
     path = folder / save(folder, 1)
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     (path / "weights.safetensors").write_text(pointer)
@@ -200,7 +200,7 @@ def test_a_pointer_of_git_lfs_is_called_one(folder: Path) -> None:
         newest(folder.parent).verified()
 
 
-def test_a_step_saved_twice_keeps_both_and_the_second_is_the_newer(folder: Path) -> None:
+def test_a_step_saved_twice_keeps_both_and_the_second_is_the_newer(folder) -> None:
     names = [save(folder, 5) for _ in range(12)]
     assert names[:3] == ["step-00000005", "step-00000005-1", "step-00000005-2"]
     assert newest(folder.parent).path.name == names[-1] == "step-00000005-11"
@@ -244,7 +244,7 @@ def good(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def victim(good: Path, tmp_path) -> Path:
+def victim(good, tmp_path) -> Path:
     """A copy of it in a run folder, for an attack."""
     path = tmp_path / "run" / "checkpoints" / good.name
     shutil.copytree(good, path)
@@ -259,7 +259,7 @@ def load_everything(path: str) -> tuple[Checkpoint, CharTransformer]:
 
 @pytest.mark.parametrize("attack", [pytest.param(a, id=name) for name, a in ATTACKS.items()])
 def test_a_hostile_checkpoint_is_refused_in_one_line(
-    attack: Attack, victim: Path, tmp_path, monkeypatch
+    attack: Attack, victim, tmp_path, monkeypatch
 ) -> None:
     for switch in ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
         monkeypatch.setenv(switch, "1")  # neither means anything here
@@ -296,7 +296,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_mutations_are_refused_or_harmless(good: Path, tmp_path) -> None:
+def test_mutations_are_refused_or_harmless(good, tmp_path) -> None:
     """With a new manifest a changed float is another valid checkpoint, which no check can tell.
 
     Without one, a mutation is either refused or has changed white space of the manifest alone.

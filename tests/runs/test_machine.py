@@ -52,7 +52,7 @@ def refuse(tmp_path) -> Callable[..., None]:
 
 
 def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
-    refuse: Callable[..., None], monkeypatch
+    refuse, monkeypatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     kernel, gpu = "model.attention_kernel", "trainer.accelerator=auto"
@@ -63,7 +63,7 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
 
 
 def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
-    refuse: Callable[..., None], monkeypatch
+    refuse, monkeypatch
 ) -> None:
     message = "InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1"
     monkeypatch.setattr(torch, "compile", lambda f: Mock(side_effect=RuntimeError(message)))
@@ -71,7 +71,7 @@ def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_there_is_a_folder(
-    refuse: Callable[..., None], monkeypatch
+    refuse, monkeypatch
 ) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     refuse(r"logger\.name: .*pip install", "logger.name=[csv,tensorboard]")

@@ -27,7 +27,7 @@ DROPOUT = ("model=dot_product", "model.dropout=0.2")
 
 
 @pytest.fixture
-def folder(stopped_run: Path) -> Path:
+def folder(stopped_run) -> Path:
     """Of a run that was stopped after four steps."""
     return stopped_run
 
@@ -95,7 +95,7 @@ def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path
     resuming.assert_same(tmp_path, STATE)
 
 
-def test_a_damaged_newest_checkpoint_costs_one_interval(whole: Path, folder: Path, caplog) -> None:
+def test_a_damaged_newest_checkpoint_costs_one_interval(whole, folder, caplog) -> None:
     damaged = resuming.newest(folder).path / "weights.safetensors"
     damaged.write_bytes(flipped(damaged.read_bytes()))
     with caplog.at_level(logging.WARNING):
@@ -122,7 +122,7 @@ def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda t: t.replace("7", "8"), lambda t: t + " "])
-def test_a_changed_text_is_refused_with_code_3(folder: Path, change: Callable[[str], str]) -> None:
+def test_a_changed_text_is_refused_with_code_3(folder, change: Callable[[str], str]) -> None:
     (folder / "squares.txt").write_text(change(TEXT))
     with pytest.raises(DataError, match="the text changed since the run began") as error:
         resuming.train(folder)
@@ -130,7 +130,7 @@ def test_a_changed_text_is_refused_with_code_3(folder: Path, change: Callable[[s
     assert resuming.newest(folder).step == 4
 
 
-def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(folder: Path) -> None:
+def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(folder) -> None:
     run = folder / "a"
     before = (run / "config.yaml").read_bytes()
     with pytest.raises(CheckpointError, match=r"is at step 4, past trainer\.max_steps=3: ask for"):
@@ -142,7 +142,7 @@ def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(folder:
 
 @pytest.mark.parametrize(("batch", "more"), [(3, ("monitor.flush_every=9",)), (5, ())])
 def test_a_run_whose_folder_is_renamed_ends_and_makes_nothing_at_the_old_place(
-    whole: Path, tmp_path, batch: int, more: tuple[str, ...]
+    whole, tmp_path, batch: int, more: tuple[str, ...]
 ) -> None:
     write_text(tmp_path)
     words = small_runs.options(tmp_path, "a", *resuming.SHORT, *more)

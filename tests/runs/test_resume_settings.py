@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")
 
 
 @pytest.fixture
-def folder(stopped_run: Path) -> Path:
+def folder(stopped_run) -> Path:
     """Of a run that was stopped after four steps."""
     return stopped_run
 
@@ -33,7 +33,7 @@ FREE = (
 
 @pytest.mark.parametrize("more", [FREE, ("monitor.enabled=false",)])
 def test_settings_that_change_no_trained_number_may_change(
-    whole: Path, folder: Path, more: tuple[str, ...], caplog
+    whole, folder, more: tuple[str, ...], caplog
 ) -> None:
     train(folder, *more)
     assert (newest(folder).path / WEIGHTS).read_bytes() == (
@@ -48,9 +48,7 @@ def test_settings_that_change_no_trained_number_may_change(
     )
 
 
-def test_settings_that_move_the_rounding_may_change_with_one_line(
-    whole: Path, folder: Path, caplog
-) -> None:
+def test_settings_that_move_the_rounding_may_change_with_one_line(whole, folder, caplog) -> None:
     words = (
         "trainer.val_every=3", "trainer.checkpoint_activations=true", "trainer.num_threads=1",
         "model.attention_kernel=math",
@@ -70,7 +68,7 @@ CHANGED = (
 
 
 def test_on_request_a_run_goes_on_with_other_rates_batches_decay_clipping_and_dropout(
-    folder: Path, caplog, capsys
+    folder, caplog, capsys
 ) -> None:
     with pytest.raises(
         CheckpointError, match=r"batch_size was 8, now 4.*, or add run\.change=true"
@@ -103,9 +101,7 @@ ANEW = r"or start a new run from its weights: run\.name=NEW init_from=/"
         ("model.d_model=32", r"or choose another run\.name \(init_from= would bring"),
     ],
 )
-def test_what_cannot_change_is_refused_with_a_way_that_works(
-    folder: Path, word: str, way: str
-) -> None:
+def test_what_cannot_change_is_refused_with_a_way_that_works(folder, word: str, way: str) -> None:
     with pytest.raises(CheckpointError, match=way):
         train(folder, word, "run.change=true")
 
@@ -151,7 +147,7 @@ CHANGES: dict[str, Callable[[dict, dict], Any]] = {
 
 @pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in CHANGES.items()])
 def test_a_state_of_another_run_is_refused_with_code_4(
-    folder: Path, change: Callable[[dict, dict], Any]
+    folder, change: Callable[[dict, dict], Any]
 ) -> None:
     rewrite(folder, change)
     with pytest.raises(InvformerError) as error:

@@ -118,7 +118,7 @@ def test_the_page_of_a_run_shows_the_result_at_a_glance(tmp_path) -> None:
     assert found.config["parameters"] == sum(p.numel() for p in run.module.parameters())
 
 
-def test_a_violated_certificate_is_an_alert(folder: Path, monkeypatch) -> None:
+def test_a_violated_certificate_is_an_alert(folder, monkeypatch) -> None:
     run = built(options(folder, "a", "logger.name=wandb", "logger.mode=offline"))
     violation = CertificateViolation("step 3: block_00: 0.8 exceeds 0.7")
     monkeypatch.setattr(run.trainer, "fit", Mock(side_effect=violation))

@@ -23,7 +23,7 @@ def full(tmp_path) -> at_size.Options:
     return at_size.Options(out=str(tmp_path / "out"), **texts)
 
 
-def test_rates_are_scaled_by_width_and_characters_of_a_step(full: at_size.Options) -> None:
+def test_rates_are_scaled_by_width_and_characters_of_a_step(full) -> None:
     growth = 64 * 256 / (12 * 64)
     for power in (0, 1 / 4, 1 / 2):
         rate = 6e-3 * math.sqrt(160 / 384) * growth**power
@@ -34,7 +34,7 @@ def test_rates_are_scaled_by_width_and_characters_of_a_step(full: at_size.Option
     assert at_size.case_of(full, GPU, "kim", "twin", 8, 0.25).rate == pytest.approx(rate, 0.02)
 
 
-def test_every_run_has_the_size_that_readers_know(full: at_size.Options) -> None:
+def test_every_run_has_the_size_that_readers_know(full) -> None:
     for case in at_size.runs_of(replace(full, rates=1), GPU):
         config = load_config([word for word in at_size.command(case) if "accelerator" not in word])
         model, data, trainer = config.model, config.data, config.trainer
@@ -76,7 +76,7 @@ def test_a_later_call_measures_what_is_missing(tmp_path, monkeypatch) -> None:
     assert last.outcome == "not in the paper"  # a smoke test claims nothing
 
 
-def test_full_size_on_a_gpu_is_held_to_its_aims(full: at_size.Options) -> None:
+def test_full_size_on_a_gpu_is_held_to_its_aims(full) -> None:
     steps = [case for case in at_size.steps_of(full, GPU) if case.kind == "one graph"]
     runs = [*at_size.runs_of(replace(full, rates=1, parts=["shakespeare"]), GPU)]
 

@@ -3,7 +3,6 @@
 import importlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
@@ -77,7 +76,7 @@ def words_in(folder: Path, name: str) -> list[str]:
 
 
 @pytest.fixture
-def _small(monkeypatch, command: Callable[..., int], without_plots: None) -> None:
+def _small(monkeypatch, command, without_plots) -> None:
     """No large matrices and no new processes: these are tested beside their studies."""
 
     def call(program: str, *words: str) -> None:

@@ -115,7 +115,7 @@ def rows() -> list[tuple[mean_field.Case, mean_field.Result]]:
     ]
 
 
-def test_all_four_statements_hold(rows: list[tuple[mean_field.Case, mean_field.Result]]) -> None:
+def test_all_four_statements_hold(rows) -> None:
     assert mean_field.summarise(rows).outcome == "reproduced"
     assert all(r.value > 0.02 * r.upper for c, r in rows if c.statement == "weighted")
 
@@ -131,10 +131,7 @@ def test_all_four_statements_hold(rows: list[tuple[mean_field.Case, mean_field.R
     ],
 )
 def test_a_statement_that_fails_is_named(
-    rows: list[tuple[mean_field.Case, mean_field.Result]],
-    statement: str,
-    wrong: dict[str, float],
-    outcome: str,
+    rows, statement: str, wrong: dict[str, float], outcome: str
 ) -> None:
     changed = [(c, replace(r, **wrong) if c.statement == statement else r) for c, r in rows]
     summary = mean_field.summarise(changed)

@@ -46,7 +46,7 @@ def saved(request, tmp_path) -> dict[str, str]:
     return {"pretrained": str(tmp_path / request.param), "text": str(tmp_path / "text.txt")}
 
 
-def test_every_attention_and_block_has_its_dense_constant(saved: dict[str, str]) -> None:
+def test_every_attention_and_block_has_its_dense_constant(saved) -> None:
     is_bert = saved["pretrained"].endswith("bert")
     parts = ["attention", "attention.self", BLOCK] if is_bert else ["attn", BLOCK]
     chosen = cases(Options(**saved, sizes=[5], num_sequences=1))
@@ -68,7 +68,7 @@ def test_every_attention_and_block_has_its_dense_constant(saved: dict[str, str])
             assert constant == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_products_are_those_of_difference_quotients(saved: dict[str, str]) -> None:
+def test_the_products_are_those_of_difference_quotients(saved) -> None:
     model = pretrained(saved["pretrained"], saved["text"])
     tokens = sequences(model.tokens, 4, 1, 0)[0]
     block = model.model.get_submodule(model.blocks[0])

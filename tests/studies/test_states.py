@@ -100,7 +100,7 @@ def test_a_change_of_text_meets_texts_at_both_ends_and_no_random_one_does() -> N
     assert 1e-3 < farthest("random", 0.1) < farthest("random", 1.0)
 
 
-def test_a_mark_without_meaning_and_a_model_without_inverse_are_refused(certified: None) -> None:
+def test_a_mark_without_meaning_and_a_model_without_inverse_are_refused(certified) -> None:
     with pytest.raises(ConfigurationError, match="mark: 'ab' is not a character"):
         steering.Options(mark="ab")
     with pytest.raises(ConfigurationError, match="mark: all texts or none"):

@@ -30,7 +30,7 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[None, 4])
-def whole(run: Path, tmp_path_factory, request) -> Path:
+def whole(run, tmp_path_factory, request) -> Path:
     """Its export, with and without rounding."""
     folder = tmp_path_factory.mktemp("whole") / "shared"
     invformer.load(run).export(folder, bits=request.param)
@@ -38,7 +38,7 @@ def whole(run: Path, tmp_path_factory, request) -> Path:
 
 
 @pytest.fixture
-def exported(whole: Path, tmp_path) -> Path:
+def exported(whole, tmp_path) -> Path:
     """A copy of it."""
     return shutil.copytree(whole, tmp_path / "shared")
 
@@ -55,7 +55,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def test_an_export_has_the_weights_and_exports_again(run: Path, exported: Path, tmp_path) -> None:
+def test_an_export_has_the_weights_and_exports_again(run, exported, tmp_path) -> None:
     model = invformer.load(exported)
     if "weight_bits" not in model.metadata:
         assert_equal(weights_of(exported), weights_of(run))
@@ -67,7 +67,7 @@ def test_an_export_has_the_weights_and_exports_again(run: Path, exported: Path, 
 
 
 @not_rounded
-def test_an_export_names_no_account_folder_or_run(exported: Path, run: Path, tmp_path) -> None:
+def test_an_export_names_no_account_folder_or_run(exported, run, tmp_path) -> None:
     tracked = shutil.copytree(run, tmp_path / "tracked")
     for path in (tracked / "checkpoints").iterdir():
         edit_json(path, MODEL, lambda m: m.update(wandb_run_id="abc123", wandb={"id": "abc123"}))
@@ -77,14 +77,14 @@ def test_an_export_names_no_account_folder_or_run(exported: Path, run: Path, tmp
     assert not [word for word in ("somebody", "secret", "/home/me", "abc123") if word in text]
 
 
-def test_an_export_of_0_1_is_refused_by_its_version(exported: Path) -> None:
+def test_an_export_of_0_1_is_refused_by_its_version(exported) -> None:
     (exported / MANIFEST).rename(exported / "manifest.json")
     with pytest.raises(CheckpointError, match=r"of invformer 0\.1: export its run again"):
         invformer.load(exported)
 
 
 def test_the_evaluation_of_a_model_that_was_in_the_folder_before_is_not_taken(
-    run: Path, tmp_path, command: Callable[..., int]
+    run, tmp_path, command
 ) -> None:
     few = ("evaluate.lipschitz_sequences=0", "evaluate.inversion_sequences=0")
     exported = tmp_path / "shared"
@@ -96,7 +96,7 @@ def test_the_evaluation_of_a_model_that_was_in_the_folder_before_is_not_taken(
         assert invformer.load(exported).evaluation is not None
 
 
-def test_an_export_killed_anywhere_is_completed_later(run: Path, tmp_path, monkeypatch) -> None:
+def test_an_export_killed_anywhere_is_completed_later(run, tmp_path, monkeypatch) -> None:
     model, write = invformer.load(run), Path.write_bytes
     for count in range(4):
         left = [write] * count
@@ -139,7 +139,7 @@ ATTACKS: dict[str, Callable[[Path, Path], Any]] = {
 
 @pytest.mark.parametrize("attack", [pytest.param(a, id=name) for name, a in ATTACKS.items()])
 def test_a_hostile_export_is_refused_in_one_line(
-    attack: Callable[[Path, Path], Any], exported: Path
+    attack: Callable[[Path, Path], Any], exported
 ) -> None:
     attack(exported, exported)
     with pytest.raises(InvformerError) as error:
@@ -148,7 +148,7 @@ def test_a_hostile_export_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_a_certificate_that_the_weights_do_not_have_is_refused(exported: Path) -> None:
+def test_a_certificate_that_the_weights_do_not_have_is_refused(exported) -> None:
     def lower(model: dict[str, Any]) -> None:
         bounds = model["certificate"]["per_branch"]
         bounds[next(iter(bounds))] *= 0.9
@@ -160,7 +160,7 @@ def test_a_certificate_that_the_weights_do_not_have_is_refused(exported: Path) -
 
 @not_rounded
 def test_a_path_that_an_export_names_is_read_only_if_it_is_the_text_of_the_training(
-    exported: Path, tmp_path, run: Path
+    exported, tmp_path, run
 ) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("1 and 1 is 2; the password is 3; " * 100)
@@ -175,7 +175,7 @@ def test_a_path_that_an_export_names_is_read_only_if_it_is_the_text_of_the_train
 
 
 @not_rounded
-def test_the_lightning_module_opens_our_folders(run: Path, exported: Path, tmp_path) -> None:
+def test_the_lightning_module_opens_our_folders(run, exported, tmp_path) -> None:
     for source in (run, exported):
         module = CharLanguageModel.load_from_checkpoint(source)
         assert_equal(module.model.state_dict(), weights_of(source))
@@ -192,7 +192,7 @@ def test_the_lightning_module_opens_our_folders(run: Path, exported: Path, tmp_p
 
 @pytest.mark.filterwarnings("ignore")  # of the tracer, about shapes that become constants
 @pytest.mark.parametrize("compiled", ["export", "trace"])
-def test_a_trained_network_is_exported_and_traced_by_torch(run: Path, compiled: str) -> None:
+def test_a_trained_network_is_exported_and_traced_by_torch(run, compiled: str) -> None:
     network = invformer.load(run).network
     first, second = torch.randint(1, 10, (2, 2, 16))
     with torch.no_grad():

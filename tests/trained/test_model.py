@@ -27,7 +27,7 @@ def run(tmp_path_factory) -> Path:
     return tiny_run(tmp_path_factory.mktemp("trained"))
 
 
-def test_a_loaded_model_generates_encodes_and_inverts(run: Path) -> None:
+def test_a_loaded_model_generates_encodes_and_inverts(run) -> None:
     model = invformer.load(run)
     text = "3 times 3 is 9; 4 times"
     z = model.encode(text)
@@ -52,7 +52,7 @@ def test_a_loaded_model_generates_encodes_and_inverts(run: Path) -> None:
     assert "step 8" in repr(model)
 
 
-def test_a_text_of_more_windows_comes_back_from_states_without_some_channels(run: Path) -> None:
+def test_a_text_of_more_windows_comes_back_from_states_without_some_channels(run) -> None:
     model = invformer.load(run)
     text = "3 times 3 is 9; " * 6
     z = model.encode(text)
@@ -75,7 +75,7 @@ def test_a_forward_pass_that_cancels_is_assumed_to_round_more() -> None:
     assert 2**-16 * z[0].abs().max() < rounded < model.assumed_rounding(z[0]) < 100 * rounded
 
 
-def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is(run: Path, caplog) -> None:
+def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is(run, caplog) -> None:
     model = invformer.load(run)
     found = model.invert(model.encode("1 ï 2"))
     assert "1 of 5 characters are not in the vocabulary" in caplog.text
@@ -83,7 +83,7 @@ def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is(run: Path, ca
     assert found.proven == (True, True, False, True, True)
 
 
-def test_wrong_states_texts_and_paths_are_refused(run: Path, monkeypatch) -> None:
+def test_wrong_states_texts_and_paths_are_refused(run, monkeypatch) -> None:
     monkeypatch.chdir(run.parent)
     model = invformer.load(run)
     with pytest.raises(DataError, match=r"states have the shape \(3, 5\), not \(tokens, 24\)"):

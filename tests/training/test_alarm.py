@@ -50,7 +50,7 @@ def test_blocks_are_the_members_of_the_outermost_lists() -> None:
 
 
 @pytest.mark.usefixtures("_nervous")
-def test_it_warns_once_and_changes_no_number(folder: Path, capfd) -> None:
+def test_it_warns_once_and_changes_no_number(folder, capfd) -> None:
     quiet, warned = (small_runs.fitted(words(folder, mode, mode)) for mode in ("off", "warn"))
     lines = [line for line in capfd.readouterr().err.splitlines() if "times its start" in line]
     assert lines == [alarm_of(warned).sounded]
@@ -61,9 +61,7 @@ def test_it_warns_once_and_changes_no_number(folder: Path, capfd) -> None:
 
 
 @pytest.mark.usefixtures("_nervous")
-def test_a_run_that_it_stopped_is_saved_and_continues_with_warn_to_the_same_bits(
-    folder: Path,
-) -> None:
+def test_a_run_that_it_stopped_is_saved_and_continues_with_warn_to_the_same_bits(folder) -> None:
     with pytest.raises(Alarmed, match=r"monitor.alarm=warn") as stopped:
         small_runs.fitted(words(folder, "a", "stop"))
     assert stopped.value.exit_code == 10
@@ -80,7 +78,7 @@ def test_a_run_that_it_stopped_is_saved_and_continues_with_warn_to_the_same_bits
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_run_that_continues_compares_with_its_first_start(folder: Path) -> None:
+def test_a_run_that_continues_compares_with_its_first_start(folder) -> None:
     first = small_runs.fitted(words(folder, "a", "warn", "trainer.max_steps=5"))
     again = small_runs.built(words(folder, "a", "warn"))
     fit(again)

@@ -147,7 +147,7 @@ def test_no_graph_is_replayed_that_does_not_fit(way: Any, request) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_replayed_step_changes_no_weight_and_no_row(model: str, folder: Path, request) -> None:
+def test_a_replayed_step_changes_no_weight_and_no_row(model: str, folder, request) -> None:
     words = (f"model={model}", *MODELS[model])
     weights, rows = trained(folder, "launched", *words)
     request.getfixturevalue("replaying")

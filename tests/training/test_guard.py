@@ -72,7 +72,7 @@ def run_of(folder: Path, *more: str) -> Run:
     ids=["contractive", "dot_product", "muon", "accumulate"],
 )
 def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
-    folder: Path, monkeypatch, more: tuple[str, ...], value: float
+    folder, monkeypatch, more: tuple[str, ...], value: float
 ) -> None:
     run = run_of(folder, *more, "monitor.enabled=false")
     name = "head.weight"
@@ -91,7 +91,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_without_waiting_for_the_device_an_update_is_skipped_and_refused_later(
-    folder: Path, monkeypatch, optimizer: str
+    folder, monkeypatch, optimizer: str
 ) -> None:
     monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
     run = run_of(folder, *CONTRACTIVE, f"optim={optimizer}", "monitor.enabled=false")
@@ -105,7 +105,7 @@ def test_without_waiting_for_the_device_an_update_is_skipped_and_refused_later(
     assert newest(run.directory.path).step == LAST_SAVED
 
 
-def test_the_skipping_itself_changes_no_bit(folder: Path, monkeypatch) -> None:
+def test_the_skipping_itself_changes_no_bit(folder, monkeypatch) -> None:
     weights = []
     for name in ("at-once", "later"):
         run = run_of(folder, *CONTRACTIVE, "optim=muon", "trainer.max_steps=10", f"run.name={name}")
@@ -115,7 +115,7 @@ def test_the_skipping_itself_changes_no_bit(folder: Path, monkeypatch) -> None:
     require_same(*weights)
 
 
-def test_a_loss_that_is_not_finite_is_caught_in_any_batch(folder: Path, monkeypatch) -> None:
+def test_a_loss_that_is_not_finite_is_caught_in_any_batch(folder, monkeypatch) -> None:
     run = run_of(folder, *DROPOUT, "trainer.accumulate=2", "monitor.enabled=false")
     before = watch(run, monkeypatch)
     step = CharLanguageModel.training_step
@@ -201,7 +201,7 @@ def test_the_guards_norm_is_that_of_clipping_to_the_last_bit() -> None:
     assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True))
 
 
-def test_skipped_updates_are_never_saved(folder: Path) -> None:
+def test_skipped_updates_are_never_saved(folder) -> None:
     run = run_of(folder, *DROPOUT)
     refuse: Callable[[dict], None] = run.module.on_save_checkpoint
     inspect(run.module.guard, 4, NAN, *(0.5 for _ in run.module.model.parameters()))

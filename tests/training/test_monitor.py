@@ -39,7 +39,7 @@ MODELS = [
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_step_has_an_estimate_of_every_branch_and_a_validation_local_bounds(
-    folder: Path, model: tuple[str, ...]
+    folder, model: tuple[str, ...]
 ) -> None:
     size = ("model.d_model=24", "model.num_layers=2", "model.num_heads=2")
     run = run_with(folder, *model, *size)
@@ -67,7 +67,7 @@ def test_every_step_has_an_estimate_of_every_branch_and_a_validation_local_bound
     assert validated["perf/monitor_overhead"] > 0
 
 
-def test_bounds_of_a_validation_are_those_of_the_weights_that_it_saves(folder: Path) -> None:
+def test_bounds_of_a_validation_are_those_of_the_weights_that_it_saves(folder) -> None:
     run = run_with(folder, "optim.ema_decay=0.9", "optim.lr=1e-2")
     fit(run)
     saved = certify(load(run.directory.path, "cpu").network).per_branch
@@ -75,7 +75,7 @@ def test_bounds_of_a_validation_are_those_of_the_weights_that_it_saves(folder: P
     assert {name: last[f"lipschitz_branches/{name}/bound"] for name in saved} == saved
 
 
-def test_a_validation_changes_no_later_estimate(folder: Path) -> None:
+def test_a_validation_changes_no_later_estimate(folder) -> None:
     often, seldom = (run_with(folder, f"run.name={n}", f"trainer.val_every={n}") for n in (3, 12))
     for run in (often, seldom):
         fit(run)
@@ -84,7 +84,7 @@ def test_a_validation_changes_no_later_estimate(folder: Path) -> None:
             assert row == other
 
 
-def test_fewer_estimates_are_made_where_that_is_asked_for(folder: Path) -> None:
+def test_fewer_estimates_are_made_where_that_is_asked_for(folder) -> None:
     run = run_with(folder, "monitor.every=4", "monitor.num_sequences=2", "monitor.length=16")
     fit(run)
     assert [row["step"] for row in rows_of(run) if "lipschitz/estimate" in row] == [0, 4, 5, 8, 11]
@@ -167,9 +167,7 @@ class Chatty(Foreign):
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
 )
-def test_what_forward_logs_is_that_of_training_and_a_step_is_measured_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_forward_logs_is_that_of_training_and_a_step_is_measured_once(monkeypatch) -> None:
     counts, scales, gains = [], [], SubmoduleProbe.gains
     monkeypatch.setattr(SubmoduleProbe, "gains", lambda self: counts.append(1) or gains(self))
     for monitor in ([], [LipschitzMonitor(100 * torch.ones(2, 3))]):

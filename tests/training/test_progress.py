@@ -28,7 +28,7 @@ def run_of(folder: Path, *more: str) -> Run:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_without_a_terminal_a_run_is_a_few_lines(folder: Path, capsys, accumulate: int) -> None:
+def test_without_a_terminal_a_run_is_a_few_lines(folder, capsys, accumulate: int) -> None:
     fit(run_of(folder, f"trainer.accumulate={accumulate}", "trainer.progress=true"))
     said = capsys.readouterr().out
     assert "\r" not in said
@@ -48,7 +48,7 @@ def test_without_a_terminal_a_run_is_a_few_lines(folder: Path, capsys, accumulat
     ]
 
 
-def test_a_finished_run_says_so_and_starts_nothing(folder: Path, capsys, monkeypatch) -> None:
+def test_a_finished_run_says_so_and_starts_nothing(folder, capsys, monkeypatch) -> None:
     fit(run_of(folder))
     result = capsys.readouterr().out.rpartition("steps/s\n")[2]
     run = run_of(folder, "logger.name=wandb", "logger.mode=offline")
@@ -59,7 +59,7 @@ def test_a_finished_run_says_so_and_starts_nothing(folder: Path, capsys, monkeyp
     assert capsys.readouterr().out == first + result
 
 
-def test_an_interruption_names_the_next_command(folder: Path, capsys, monkeypatch) -> None:
+def test_an_interruption_names_the_next_command(folder, capsys, monkeypatch) -> None:
     monkeypatch.setattr(ending, "stopping", threading.Lock())
     run = built(options(folder, "a", *SHORT), StopAt(5, signal.SIGINT))
     with pytest.raises(Interrupted, match="interrupted at step 6 by SIGINT, saved") as stopped:
@@ -73,7 +73,7 @@ def test_an_interruption_names_the_next_command(folder: Path, capsys, monkeypatc
     assert re.search(r"continuing from step 6\nstep  8/20  train \S+  \S+ steps/s", said)
 
 
-def test_a_run_whose_time_is_over_continues_to_the_same_weights(folder: Path, capsys) -> None:
+def test_a_run_whose_time_is_over_continues_to_the_same_weights(folder, capsys) -> None:
     more = ("trainer.max_steps=3", "trainer.max_time=00:00:00", "trainer.accumulate=2")
     for step in (1, 2, 3):
         fit(run_of(folder, *more))
@@ -92,7 +92,7 @@ RISING = [3.0, 2.0, 2.5, 2.5, 1.9, 2.0, 2.1]
 
 
 def test_a_run_without_a_better_validation_says_so_and_ends_where_its_patience_does(
-    folder: Path, capsys, monkeypatch
+    folder, capsys, monkeypatch
 ) -> None:
     monkeypatch.setattr(BitsPerCharacter, "compute", lambda self: torch.tensor(next(values)))
     more = ("trainer.max_steps=14", "trainer.val_every=2", "optim.warmup_steps=1")
@@ -113,7 +113,7 @@ def test_a_run_without_a_better_validation_says_so_and_ends_where_its_patience_d
     assert losses(folder / "a") == losses(folder / "whole")
 
 
-def test_a_terminal_has_a_bar_that_continues_too(folder: Path, capsys, monkeypatch) -> None:
+def test_a_terminal_has_a_bar_that_continues_too(folder, capsys, monkeypatch) -> None:
     fit(run_of(folder))
     capsys.readouterr()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -130,7 +130,7 @@ OTHER = "".join(f"{i} times {i + 1} is {i * i + i}; " for i in range(56))
 
 
 @pytest.fixture
-def trained(folder: Path) -> Path:
+def trained(folder) -> Path:
     """A trained run "a", and another text in its characters."""
     fitted(options(folder, "a", "model.d_ff=24", "model=contractive_bounded"))
     (folder / "other.txt").write_text(OTHER)
@@ -146,7 +146,7 @@ def tuned(folder: Path, *more: str) -> Run:
     return built([*own, f"init_from={folder / 'a'}", *more])
 
 
-def test_a_run_starts_with_the_model_of_another_and_continues(trained: Path) -> None:
+def test_a_run_starts_with_the_model_of_another_and_continues(trained) -> None:
     run = tuned(trained, "optim.lr=1e-9")
     assert run.config.model.name == "contractive_bounded"
     assert run.config.model.d_ff == 24
