@@ -38,6 +38,10 @@ class Unchecked:
         return function(*args)
 
 
+def unchanged(*_: object) -> None:
+    """Stands in for entering and leaving ``torch.autocast``."""
+
+
 @contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
     """The model in eval mode and twice differentiable inside; afterwards everything is as before.
@@ -46,13 +50,16 @@ def measuring(model: nn.Module) -> Iterator[None]:
     submodules. A compiled module that is called in another way than training calls it would be
     compiled anew, and training might change with it.
     """
-    device = next(model.parameters(), torch.empty(0)).device
+    device, autocast = next(model.parameters(), torch.empty(0)).device, torch.autocast
     mha, set_class = torch.backends.mha, partial(setattr, checkpoint, "CheckpointFunction")
     with (
         torch.inference_mode(False),
         torch.no_grad(),
         untouched(model),
         without_autocast(device),
+        # Nor does a module switch autocast on, as those that accelerate has prepared do.
+        changed(lambda: autocast.__enter__, partial(setattr, autocast, "__enter__"), unchanged),
+        changed(lambda: autocast.__exit__, partial(setattr, autocast, "__exit__"), unchanged),
         only("math"),
         changed(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
         changed(lambda: checkpoint.CheckpointFunction, set_class, Unchecked),

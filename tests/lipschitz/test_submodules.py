@@ -141,6 +141,9 @@ def test_values_are_the_same_in_inference_mode_and_under_autocast(model) -> None
         assert local_constants(model, tokens.clone()) == found
         probe.measure()
     assert probe.measure().values.keys() == found.values.keys()
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # as accelerate does
+    assert local_constants(model, tokens) == found
+    assert torch.autocast.__enter__.__qualname__ == "autocast.__enter__"
 
 
 def test_power_iteration_in_half_precision_is_not_tried() -> None:
