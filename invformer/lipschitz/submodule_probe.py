@@ -1,5 +1,6 @@
 """The local constants of any model's submodules, step after step, for two products each."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -26,6 +27,8 @@ AGAIN = 4
 # In the place of that number of dimensions: what needs no pass of the model.
 MATRIX, IDENTITY = -1, -2
 IDENTITIES = nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
+
+log = logging.getLogger(__name__)
 
 
 class SubmoduleProbe:
@@ -68,18 +71,18 @@ class SubmoduleProbe:
     def gains(self) -> dict[str, Tensor]:
         """An estimate for each submodule, a scalar on its device, for which nothing waits."""
         with measuring(self.model):
-            if not self.left:
+            modules = dict(self.model.named_modules())
+            if not self.left or not self.dims.keys() <= modules.keys():
                 return self._start()
-            modules, found = dict(self.model.named_modules()), {}
-            tapped = {}
+            tapped = {modules[name]: name for name, dims in self.dims.items() if dims >= 0}
+            taps, found = Taps(tapped, self.model, self.inputs), {}
+            if not self._fits(modules, taps):
+                return self._start()
             for name, dims in self.dims.items():
                 if dims == IDENTITY:
                     found[name] = torch.ones_like(self.left[name])
                 elif dims == MATRIX:
                     found[name] = self._step_of_matrix(name, modules[name])
-                else:
-                    tapped[modules[name]] = name
-            taps = Taps(tapped, self.model, self.inputs)
             for level in sorted(taps.levels, reverse=True):  # what is inside, first
                 if self.num_measured in {0, *(AGAIN**k for k in range(12))}:
                     self._find_groups(taps, level)
@@ -88,8 +91,20 @@ class SubmoduleProbe:
             self.num_measured += 1
             return {name: found[name] for name in self.left if name in found}
 
+    def _fits(self, modules: dict[str, nn.Module], taps: Taps) -> bool:
+        """Whether the vectors have the shapes of this model's outputs at these inputs."""
+        shapes = {name: tap.output_shape for at in taps.levels.values() for name, tap in at.items()}
+        for name, dims in self.dims.items():
+            if dims == MATRIX:
+                weight = getattr(modules[name], "weight", torch.empty(0))
+                shapes[name] = torch.Size((1, len(weight)))
+        return all(self.left[name].shape == shape for name, shape in shapes.items())
+
     def _start(self) -> dict[str, Tensor]:
         """Measure from random vectors, check every submodule, and keep the vectors."""
+        if self.left:
+            log.warning("the vectors are of another model or other inputs: estimates start anew")
+            self.left, self.weights, self.dims, self.num_measured = {}, {}, {}, 0
         found, gains = LocalConstants(), {}
         for name, call, jacobian, estimate in measure_calls(
             self.model, self.inputs, found, num_steps=FIRST_STEPS, rtol=1e-3, seed=self.seed

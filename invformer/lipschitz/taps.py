@@ -20,6 +20,7 @@ class Tap:
     input: GradientEdge
     output: GradientEdge
     input_shape: torch.Size
+    output_shape: torch.Size
     parent: str | None  # the submodule around it
 
 
@@ -113,7 +114,7 @@ class Taps:
         y = first_real(output)
         if y is not None and y.requires_grad:
             around = [outer for outer, entered, *_ in self._inside if entered is not None]
-            tap = Tap(edge, get_gradient_edge(y), x.shape, around[-1] if around else None)
+            tap = Tap(edge, get_gradient_edge(y), x.shape, y.shape, around[-1] if around else None)
             self.levels.setdefault(self._depth, {})[name] = tap
 
 

@@ -155,6 +155,20 @@ def test_a_restored_probe_goes_on_to_the_bit() -> None:
         step(model, optimizer, x)
 
 
+def test_vectors_of_other_inputs_or_of_another_model_start_anew(caplog) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    saved = SubmoduleProbe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), x)
+    saved.measure()
+    saved.measure()
+    deeper = nn.Sequential(nn.Tanh(), nn.Linear(4, 5))
+    for model, inputs in ((saved.model, torch.randn(3, 4)), (deeper, x), (deeper[0], x)):
+        probe, fresh = SubmoduleProbe(model, inputs), SubmoduleProbe(model, inputs)
+        probe.load_state_dict(copy.deepcopy(saved.state_dict()))
+        assert [probe.measure(), probe.measure()] == [fresh.measure(), fresh.measure()]
+    assert caplog.text.count("estimates start anew") == 3
+
+
 def test_frozen_and_random_parts_inside_are_measured_or_skipped_as_at_first() -> None:
     torch.manual_seed(0)
 
