@@ -128,6 +128,8 @@ class SubmoduleMonitor:
         if keys:
             values = torch.stack([gain.double() for gain in gains.values()])
             record(trainer, trainer.global_step, {keys: values})
+            # For Lightning's EarlyStopping and ModelCheckpoint, which see what they watch here.
+            trainer.callback_metrics.update(zip(keys, values, strict=True))
         for name, said in {"skipped": "skips modules", "notes": "measures modules with"}.items():
             if is_first and (held := getattr(self.probe, name)):
                 counts = Counter(held.values()).items()

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from jaxtyping import Integer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from torch import Tensor, cat
+from torch import Tensor
 
 from invformer.errors import CertificateViolation
 from invformer.evaluation.lipschitz import require_sandwich
@@ -85,7 +86,7 @@ class Rows(L.Callback):
                     logger.log_image("view/constants", [picture_of(rows[step])], step)
         return rows
 
-    def send(self, trainer: L.Trainer, before: int | None = None) -> None:
+    def send(self, trainer: L.Trainer, before: int | None = None) -> dict[int, Row]:
         """Send the pending rows before a step (or all), if estimates are below bounds and targets.
 
         A loss or gradient that is not finite is refused by the module, which can say what it was.
@@ -93,7 +94,8 @@ class Rows(L.Callback):
         refuse = getattr(trainer.lightning_module, "refuse_lost_update", None)
         if refuse is not None:
             refuse()
-        for step, row in self.flush(trainer, before).items():
+        rows = self.flush(trainer, before)
+        for step, row in rows.items():
             try:
                 for name, constants in by_branch(row).items():
                     held = {"target": row.get("lipschitz/target"), **constants}
@@ -105,6 +107,7 @@ class Rows(L.Callback):
                 content = json.dumps({"step": step, "row": row, "probe": tokens}, indent=1)
                 replace_file(self.evidence, content + "\n")
                 raise CertificateViolation(f"{violation} (evidence in {self.evidence})") from None
+        return rows
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Send rows every few steps; the newest one waits for a validation to join it."""
@@ -113,8 +116,14 @@ class Rows(L.Callback):
             self.save(trainer)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Send everything. What the module logs of the validation follows; then a checkpoint."""
-        self.send(trainer)
+        """Send everything. What the module logs of the validation follows; then a checkpoint.
+
+        Callbacks of Lightning may watch the numbers of the newest step.
+        """
+        rows = self.send(trainer)
+        if rows:
+            for key, value in rows[max(rows)].items():
+                trainer.callback_metrics[key] = torch.tensor(value, dtype=torch.float64)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Send the rest."""
@@ -145,7 +154,7 @@ def to_host(pending: Mapping[int, Numbers]) -> dict[int, Row]:
                 tensors.append(value.detach().double().flatten())
             else:
                 rows[step] |= {name: float(value) for name in keys}
-    values = cat(tensors).tolist() if tensors else []
+    values = torch.cat(tensors).tolist() if tensors else []
     for (step, key), value in zip(places, values, strict=True):
         rows[step][key] = value
     return rows

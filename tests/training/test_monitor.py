@@ -5,6 +5,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from invformer import load
 from invformer.lipschitz.submodule_probe import SubmoduleProbe
@@ -177,3 +178,19 @@ def test_what_forward_logs_is_that_of_training_and_a_step_is_measured_once(monke
         scales.append(trainer.callback_metrics["scale"])
     assert torch.equal(*scales)
     assert len(counts) == 2
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
+)
+def test_callbacks_of_lightning_may_watch_what_is_measured(tmp_path, folder: Path) -> None:
+    best = ModelCheckpoint(tmp_path / "best", monitor="lipschitz/net", every_n_train_steps=1)
+    stop = EarlyStopping("lipschitz/whole", patience=9, check_on_train_epoch_end=True)
+    options = {"max_epochs": 2, "enable_checkpointing": True}
+    trainer = own_trainer(LipschitzMonitor(torch.ones(2, 3)), best, stop, **options)
+    trainer.fit(Foreign(), torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))
+    assert best.best_model_score == min(best.best_k_models.values())
+    assert stop.best_score <= trainer.callback_metrics["lipschitz/whole"]
+    fit(run := run_with(folder))
+    bound = run.trainer.callback_metrics["lipschitz/bound"]
+    assert bound == read_rows(run.directory.path / "metrics.jsonl")[-1]["lipschitz/bound"]
