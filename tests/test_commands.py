@@ -292,16 +292,13 @@ def test_an_export_gives_the_same_logits_and_an_honest_card(run, exported) -> No
     assert not re.search(r"None|TODO|\{|nan", text)
 
 
-def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(run, tmp_path) -> None:
+def test_the_hub_takes_a_model_and_gives_it_back(run, tmp_path) -> None:
     """Sampling and inverting load no training framework."""
     few = "evaluate.lipschitz_sequences=0 evaluate.inversion_sequences=0"
-    text = f"data=text_file 'data.path={run.parent}/squares.txt' data.test_fraction=0"
-    short = "trainer.max_steps=1 trainer.sample_length=0 monitor.enabled=false logger=none"
     lines = (
         f"export 'checkpoint={run}' out=out hub=me/squares",
         "sample checkpoint=me/squares prompt=1 length=3",
         f"evaluate checkpoint=me/squares {few}",
-        f"train init_from=me/squares {text} data.val_fraction=0.1 {short} run.name=more",
     )
     program = (
         "import shlex, sys, torch, invformer\n"
@@ -325,10 +322,9 @@ def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(run, tmp_path)
     assert said in done.stderr.splitlines()[-1]
     assert "invformer.load('me/squares')" in (tmp_path / "models/me/squares/README.md").read_text()
     assert json.loads((tmp_path / "me--squares.evaluation.json").read_text())["step"] == 8
-    assert (tmp_path / "checkpoints/more/checkpoints/step-00000001").is_dir()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_states_of_any_format_are_read_beside_others_and_as_a_batch_of_one(
     run, typed, tmp_path, dtype: torch.dtype
 ) -> None:

@@ -79,8 +79,7 @@ def test_a_text_is_found_where_rounding_is_bounded_too_loosely_to_prove_anything
 
 
 @pytest.mark.parametrize(("kind", "size"), [
-    ("rounded", 1.0), ("rounded", 3.0), ("rounded", 9.0), ("lost", 5), ("moved", 1.0),
-    ("moved", 3.0), ("moved", 9.0), ("both", 3.0),
+    ("rounded", 1.0), ("rounded", 9.0), ("lost", 5), ("moved", 1.0), ("moved", 9.0), ("both", 3.0),
 ])  # fmt: skip
 @torch.no_grad()
 def test_proven_by_known_damage_is_what_no_other_text_may_be(kind: str, size: float) -> None:

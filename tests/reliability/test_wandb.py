@@ -34,6 +34,14 @@ def patient() -> None:
     wandb_logger.FINISH_SECONDS = 10.0
 
 
+def patient_until_the_end() -> None:
+    """Likewise, for one that is not there any more when the run ends."""
+    from invformer.runs import wandb_logger
+
+    patient()
+    wandb_logger.FINISH_SECONDS = 2.0
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[[str], FakeServer]]:
     servers: list[FakeServer] = []
@@ -76,7 +84,7 @@ def test_a_server_that_misbehaves_changes_no_loss(
     server = None if behaviour == "refuses" else serve("ok" if behaviour == "dies" else behaviour)
     zygote.start(
         [*options(root, name, model=DROPOUT), "logger.name=wandb"],
-        before=f"{__name__}:{'patient' if behaviour == 'dies' else 'impatient'}",
+        before=f"{__name__}:{'patient_until_the_end' if behaviour == 'dies' else 'impatient'}",
         environment=environment(refused() if server is None else server.url),
     )
     if behaviour == "dies":
