@@ -168,6 +168,7 @@ def _parse_word(word: str, schema: type[Root]) -> list[Setting]:
     if equals:
         return [Setting(key, value)]
     meant = {key: f"{key}=VALUE" for key, _ in options(schema)}
+    meant |= {group: f"{group}=NAME" for group in schema.groups}
     meant |= {name: f"{g}={name}" for g in schema.groups for name in _presets(g)}
     near = nearest(key.lstrip("-"), meant)
     hint = f"did you mean {meant[near]}?" if near else "see --help"

@@ -95,6 +95,7 @@ def test_options_that_are_not_set_follow_the_others() -> None:
         ("zzzz=3", "unknown key 'zzzz': see --help"),
         ("contractive_l2", "'contractive_l2' is not key=value: did you mean model=contractive_l2?"),
         ("--seed", "did you mean run.seed=VALUE?"),
+        ("--trainer", "did you mean trainer=NAME?"),
         ("3", "'3' is not key=value: see --help"),
         ("model=../data/ptb", "no preset '../data/ptb'"),
         ("trainer.max_steps=1e3", "trainer.max_steps: '1e3' is not integer"),
