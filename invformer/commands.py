@@ -31,6 +31,7 @@ from invformer.errors import (
     ConfigurationError,
     DataError,
     Stopped,
+    StorageError,
 )
 from invformer.processes.console import outlive_console, printable
 from invformer.processes.exit import guarded, raised_signals, stop_on_signals
@@ -131,7 +132,7 @@ def evaluate(config: EvaluateConfig) -> None:
         from invformer.trained.opening import find_checkpoint
 
     keep_freed_memory()
-    reports, paths = [], []
+    reports, paths, unsaved = [], [], None
     for source in config.checkpoint:
         with Bar(desc=f"loading {source}"):
             checkpoint = find_checkpoint(source)
@@ -142,17 +143,23 @@ def evaluate(config: EvaluateConfig) -> None:
         reports.append(report)
         try:
             path, page = keep(report, latest)
-        finally:  # the measurements are not lost to a full disk
-            print_table(report, config.verbose)
-        paths.append(path)
-        print(f"written to {path} and {page}")
+            says = f"written to {path} and {page}"
+            paths.append(path)
+        except StorageError as error:  # a full disk, or another's folder, takes no measurement away
+            unsaved = error
+            says = f"not written: {error}"
+        print_table(report, config.verbose)
+        print(says)
         if report.wandb and report.data.same_as_training:
             from invformer.runs.wandb_logger import add_to_summary
 
             add_to_summary(latest.parent, summary_values(report), report.wandb)
     if len(reports) > 1:
         print_comparison(reports)
-        print(f"written to {keep_comparison(reports, paths[0].parent)}")
+        if paths:
+            print(f"written to {keep_comparison(reports, paths[0].parent)}")
+    if unsaved is not None:
+        raise unsaved
 
 
 def sample(config: SampleConfig) -> None:
