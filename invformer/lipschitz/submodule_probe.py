@@ -1,4 +1,4 @@
-"""The local constants of any model's submodules, step after step, for two products each."""
+"""The local constants of any model's submodules, step after step, for two or four products each."""
 
 import logging
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from invformer.lipschitz.taps import Taps
 
 # Steps of power iteration of the first estimate, which starts at random.
 FIRST_STEPS = 8
-# Steps of the measurements after it, while weights move fast, of all later ones, and of a matrix.
-EARLY, EARLY_STEPS, STEPS_OF_MATRIX = 10, 3, 3
-# Length of the vectors of the submodules inside, which are added to those of what contains them.
-INSIDE = 0.1
+# Steps of a matrix; twice as many in the measurements after it, while weights move fast.
+STEPS_OF_MATRIX, EARLY = 3, 10
+# Part of the submodules that mix everything which take a second step, all of them while EARLY.
+RESTLESS = 0.5
 # Part of ‖J‖² that is subtracted from JJᵀ; below ½ the largest singular value stays the largest.
 SHIFT = 0.4
 # Weight of all groups but the largest in a vector: enough to see them, and no part of its gain.
@@ -36,8 +36,10 @@ class SubmoduleProbe:
 
     The first measurement is :func:`.local_constants` with few steps. A later one starts from its
     vectors and takes one step of power iteration, a product with Jᵀ and one with J, with the
-    model's present weights. One forward pass serves all submodules; those of one level of nesting
-    share their products (:class:`.Taps`). A ``nn.Linear`` takes products with its matrix instead.
+    model's present weights. Those submodules that mix all entries whose gains grew most, half of
+    them, take a second step, because another singular vector may have become the largest. One
+    forward pass serves all submodules; those of one level of nesting share their products
+    (:class:`.Taps`). A ``nn.Linear`` takes products with its matrix instead.
 
     If f does not mix entries, tokens or samples (:meth:`_find_groups`), each such group keeps a
     vector of its own. They are summed with small weights, and weight 1 for the largest group, so
@@ -69,7 +71,7 @@ class SubmoduleProbe:
 
     @torch.no_grad()
     def gains(self) -> dict[str, Tensor]:
-        """An estimate for each submodule, a scalar on its device, for which nothing waits."""
+        """An estimate for each submodule, a scalar on its device."""
         with measuring(self.model):
             modules = dict(self.model.named_modules())
             if not self.left or not self.dims.keys() <= modules.keys():
@@ -86,8 +88,8 @@ class SubmoduleProbe:
             for level in sorted(taps.levels, reverse=True):  # what is inside, first
                 if self.num_measured in {0, *(AGAIN**k for k in range(12))}:
                     self._find_groups(taps, level)
-                for _ in range(EARLY_STEPS if self.num_measured < EARLY else 1):
-                    found |= self._step(taps, level)
+                part = 1.0 if self.num_measured < EARLY else RESTLESS
+                found |= self._step(taps, level, part)
             self.num_measured += 1
             return {name: found[name] for name in self.left if name in found}
 
@@ -126,52 +128,96 @@ class SubmoduleProbe:
         """Steps with the matrix of a ``nn.Linear``, (out, in), which are nearly free."""
         matrix, a = cast(Tensor, module.weight), self.left[name]
         gain = a.new_zeros(())
-        for _ in range(STEPS_OF_MATRIX):
+        for _ in range(STEPS_OF_MATRIX * (2 if self.num_measured < EARLY else 1)):
             w = a @ matrix
-            length = w.norm()
-            image = (w / longer_than_zero(length)) @ matrix.mT
-            gain, image = image.norm(), image - SHIFT * length * a
+            gain = w.norm()
+            image = torch.addcmul(w @ matrix.mT, gain.square(), a, value=-SHIFT)
             a = image / longer_than_zero(image.norm())
         self.left[name] = torch.where(gain.isfinite() & (gain > 0), a, self.left[name])
         return gain
 
-    def _step(self, taps: Taps, level: int) -> dict[str, Tensor]:
-        """One step of power iteration for all submodules of a level."""
-        inside = taps.levels.get(level + 1, {})
-        a = {name: self.left[name].clone() for name in taps.levels[level]}
-        for name, tap in inside.items():
-            around, vector = tap.parent, self.left[name]
-            if around in a and self.dims[around] == 0 and a[around].shape == vector.shape:
-                a[around] += INSIDE * vector
-        for name, vector in a.items():
-            if self.dims[name] == 0:
-                vector /= longer_than_zero(vector.norm())
-            vector.requires_grad_()
-        found = {name: vector.new_zeros(()) for name, vector in a.items()}
-        w = taps.products(level, a, create_graph=True)
-        # What does not depend on its input, or not on a, has no product with J.
-        w = {name: each for name, each in w.items() if each is not None and each.requires_grad}
-        if not w:
-            return found
-        sides: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        right = []
-        for name, each in w.items():
-            each, old = each.detach(), longer_than_zero(self.weights[name])
-            lengths = norms(each, self.dims[name])
-            weights = heaviest(lengths / old)
-            right.append(each * over(weights / longer_than_zero(lengths), each))
-            # (JJᵀ − s) a of each group turns to its limit faster than JJᵀa.
-            sides[name] = lengths.norm(), weights, SHIFT * lengths / old * weights / old
-        images = torch.autograd.grad(list(w.values()), [a[name] for name in w], right)
-        for (name, (before, weights, shift)), image in zip(sides.items(), images, strict=True):
-            lengths = norms(image, self.dims[name])
-            gain, new = lengths.norm(), heaviest(lengths / longer_than_zero(weights))
-            found[name] = torch.maximum(gain, before)
-            image = image - over(shift, image) * a[name].detach()
-            image *= over(new / longer_than_zero(norms(image, self.dims[name])), image)
-            moves = gain.isfinite() & (gain > 0)
-            self.left[name] = torch.where(moves, image, self.left[name])
-            self.weights[name] = torch.where(moves, new, self.weights[name])
+    def _step(self, taps: Taps, level: int, part: float) -> dict[str, Tensor]:
+        """One step of power iteration for all submodules of a level, and a second one for some.
+
+        The second one takes that part of the submodules that mix everything whose gains grew most.
+        """
+        alike: dict[Any, list[str]] = {}
+        for name, tap in taps.levels[level].items():
+            y = self.left[name]
+            alike.setdefault((self.dims[name], y.shape, tap.input_shape, y.dtype), []).append(name)
+        stacks, found, mixing = list(alike.values()), {}, []
+        left = list(map(self._left_of, stacks))
+        w, push = taps.pair(level, stacks, left)
+        right = list(map(self._turned, stacks, left, w))
+        images = push([x for x, *_ in right])
+        for names, a, each, (x, heavy, shift), image in zip(
+            stacks, left, w, right, images, strict=True
+        ):
+            gain, before = norms(image, 1), norms(each, 1)
+            found.update(zip(names, torch.maximum(gain, before), strict=True))
+            if self.dims[names[0]] == 0:
+                mixing += zip(names, x, image, gain / before, strict=True)
+            if heavy is not None and shift is not None:
+                self._keep(names, image - over(shift, image) * a, heavy, gain)
+        if mixing:
+            found |= self._second_step(taps, level, mixing, part)
+        return found
+
+    def _left_of(self, names: list[str]) -> Tensor:
+        """The left vectors of submodules that are alike; 1/√n for what has no group but entries."""
+        vectors = torch.stack([self.left[name] for name in names])
+        if self.dims[names[0]] == vectors.dim() - 1:
+            return torch.full_like(vectors, vectors[0].numel() ** -0.5)
+        return vectors
+
+    def _turned(
+        self, names: list[str], a: Tensor, w: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Unit vectors x of the right side for w = Jᵀa, weights of their groups, and the shifts.
+
+        One vector of all entries has their derivatives; x is the entry with the largest.
+        """
+        if self.dims[names[0]] == a.dim() - 1:
+            x = torch.zeros_like(w).view(len(names), -1)
+            largest = w.abs().view(len(names), -1).argmax(1, keepdim=True)
+            return x.scatter_(1, largest, 1.0).view_as(w), None, None
+        share = torch.stack([self.weights[name] for name in names])
+        lengths = longer_than_zero(norms(w, share.dim()))
+        heavy = heaviest(lengths / share)
+        # (JJᵀ − s) a of each group turns to its limit faster than JJᵀa.
+        return w * over(heavy / lengths, w), heavy, SHIFT * lengths * heavy / share**2
+
+    def _keep(self, names: list[str], image: Tensor, heavy: Tensor, gain: Tensor) -> None:
+        """Directions for the next measurement, unless they are not finite."""
+        image = image * over(heavy / longer_than_zero(norms(image, heavy.dim())), image)
+        moves = (gain.isfinite() & (gain > 0)).unbind()
+        for name, move, new, share in zip(names, moves, image, heavy, strict=True):
+            self.left[name] = torch.where(move, new, self.left[name])
+            self.weights[name] = share
+
+    def _second_step(
+        self, taps: Taps, level: int, mixing: list[tuple[str, Tensor, Tensor, Tensor]], part: float
+    ) -> dict[str, Tensor]:
+        """The largest gain in the span of x and JᵀJx, from x and Jx (Lanczos)."""
+        growth = torch.stack([each[-1] for each in mixing]).nan_to_num().tolist()
+        order = sorted(range(len(mixing)), key=growth.__getitem__, reverse=True)
+        alike: dict[Any, list[tuple[str, Tensor, Tensor, Tensor]]] = {}
+        for i in order[: max(1, int(part * len(mixing)))]:
+            _, x, image, _ = mixing[i]
+            alike.setdefault((x.shape, image.shape, x.dtype), []).append(mixing[i])
+        stacks = [[name for name, *_ in some] for some in alike.values()]
+        xs = [torch.stack([x for _, x, *_ in some]) for some in alike.values()]
+        images = [torch.stack([image for *_, image, _ in some]) for some in alike.values()]
+        w, push = taps.pair(level, stacks, list(map(unit, images)))
+        others = [across(across(each, x), x) for each, x in zip(w, xs, strict=True)]  # maybe short
+        found: dict[str, Tensor] = {}
+        for names, x, o, d, p in zip(stacks, xs, images, others, push(others), strict=True):
+            angle = torch.atan2(2 * inner(o, p), inner(o, o) - inner(p, p)) / 2
+            cos, sin = angle.cos(), angle.sin()
+            best, image = (over(cos, a) * a + over(sin, b) * b for a, b in ((x, d), (o, p)))
+            gain = norms(image, 1) / norms(best, 1)
+            found.update(zip(names, gain, strict=True))
+            self._keep(names, image, torch.ones_like(gain), gain)
         return found
 
     def _find_groups(self, taps: Taps, level: int) -> None:
@@ -216,7 +262,7 @@ class SubmoduleProbe:
                 noise = torch.randn(vector.shape, generator=generator, dtype=torch.float64)
                 vector = vector + 1e-3 * noise.to(vector) / noise.norm()
                 lengths = norms(vector, self.dims[name])
-                self.weights[name] = heaviest(lengths)
+                self.weights[name] = heaviest(lengths[None])[0]
                 weights = self.weights[name] / longer_than_zero(lengths)
                 self.left[name] = vector * over(weights, vector)
 
@@ -234,6 +280,21 @@ class SubmoduleProbe:
             held.update({name: tensor.to(device) for name, tensor in held.items()})
 
 
+def unit(x: Tensor) -> Tensor:
+    """Stacked vectors with length 1."""
+    return x / over(longer_than_zero(norms(x, 1)), x)
+
+
+def across(w: Tensor, x: Tensor) -> Tensor:
+    """The unit vectors of the parts of w that are orthogonal to unit vectors x, stacked."""
+    return unit(w - over(inner(w, x), x) * x)
+
+
+def inner(x: Tensor, y: Tensor) -> Tensor:
+    """⟨x, y⟩ of stacked vectors."""
+    return (x * y).reshape(len(x), -1).sum(1)
+
+
 def norms(x: Tensor, dims: int) -> Tensor:
     """‖·‖₂ of each group, one for every index of the first dimensions."""
     return x.flatten(dims).norm(dim=-1) if dims < x.dim() else x.abs()
@@ -245,11 +306,13 @@ def over(factors: Tensor, x: Tensor) -> Tensor:
 
 
 def heaviest(growth: Tensor) -> Tensor:
-    """Weights of length 1: one for the largest entry, and PILOT for all others together."""
-    flat = growth.flatten()
-    pilot = PILOT / flat.numel() ** 0.5
-    weights = torch.full_like(flat, pilot).scatter(0, flat.argmax(0, keepdim=True), 1.0)
-    return (weights / (1 + (flat.numel() - 1) * pilot**2) ** 0.5).view(growth.shape)
+    """Weights of length 1: one for a module's largest group, PILOT for all others together."""
+    if growth.dim() == 1:
+        return torch.ones_like(growth)
+    flat = growth.flatten(1)
+    pilot = PILOT / flat.shape[1] ** 0.5
+    weights = torch.full_like(flat, pilot).scatter_(1, flat.argmax(1, keepdim=True), 1.0)
+    return (weights / (1 + (flat.shape[1] - 1) * pilot**2) ** 0.5).view(growth.shape)
 
 
 def longer_than_zero(lengths: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Where submodules begin and end in the graph of one pass of a model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,41 @@ class Taps:
                 retain_graph=True, create_graph=create_graph, allow_unused=True,
             )  # fmt: skip
         return dict(zip(a, w, strict=True))
+
+    def pair(
+        self, level: int, stacks: list[list[str]], left: list[Tensor]
+    ) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
+        """Jᵀa for the stacked vectors a of submodules that are alike, and the map from x to Jx."""
+        at, w = self.levels[level], {}
+        with torch.enable_grad():
+            left = [each.detach().requires_grad_() for each in left]
+            for names, stacked in zip(stacks, left, strict=True):
+                w |= zip(names, stacked.unbind(), strict=True)
+            w = self.products(level, w, create_graph=True)
+
+        def push(right: list[Tensor]) -> list[Tensor]:
+            of_name = {
+                name: x
+                for names, stacked in zip(stacks, right, strict=True)
+                for name, x in zip(names, stacked, strict=True)
+            }
+            # What does not depend on its input, or not on a, has no product with J.
+            on = {name: y for name, y in w.items() if y is not None and y.requires_grad}
+            if not on:
+                return list(map(torch.zeros_like, left))
+            vectors = [of_name[name] for name in on]
+            return list(
+                torch.autograd.grad(list(on.values()), left, vectors, materialize_grads=True)
+            )
+
+        def pulled(name: str, a: Tensor) -> Tensor:
+            found = w[name]
+            return a.new_zeros(at[name].input_shape) if found is None else found.detach()
+
+        return [
+            torch.stack([pulled(name, a) for name in names])
+            for names, a in zip(stacks, left, strict=True)
+        ], push
 
     def _enter(self, module: nn.Module, args: Any, named: Any) -> Any:
         mode, x, name = torch.is_grad_enabled(), None, self.names[module]
