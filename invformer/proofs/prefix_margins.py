@@ -94,7 +94,7 @@ def prefix_margins(
 
     Cost: a forward pass of every symbol at every position in float64. Symbols that may be nearest
     are bounded again, number by number; all are if there are no formulas for whole rows, which
-    takes three times as long. Where the arithmetic error is more than a small part of the margin,
+    takes five times as long. Where the arithmetic error is more than a small part of the margin,
     numbers are sums of two float64, which takes four times as long again.
 
     Args:
