@@ -14,8 +14,8 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,10 @@ class TrainedModel:
     config: TrainConfig
     metadata: dict[str, Any]
     evaluation: Evaluation | None = None
+    # Weights, and what was made of them.
+    _made: tuple[dict[str, Tensor], dict[str, Any]] = field(
+        default_factory=lambda: ({}, {}), init=False
+    )
 
     def __repr__(self) -> str:
         parameters = sum(p.numel() for p in self.network.parameters())
@@ -119,11 +123,11 @@ class TrainedModel:
         """The device that the weights are on."""
         return self.network.head.weight.device
 
-    @cached_property
+    @property
     def certificate(self) -> Certificate | None:
         """Proven bounds for the weights as cast for the forward pass; None for a baseline."""
         dtype = FORWARD_DTYPE[self.config.trainer.precision]
-        return certify_trained(self.network, dtype, "the model")
+        return self._kept("certificate", lambda: certify_trained(self.network, dtype, "the model"))
 
     def generate(self, prompt: str, length: int = 200, **options: Any) -> str:
         """The prompt, continued; the options are those of :meth:`stream`."""
@@ -184,6 +188,7 @@ class TrainedModel:
                 What it raises ends the inversion; :func:`joined` makes one text of windows.
         """
         width = self.network.head.in_features
+        z = torch.as_tensor(z, dtype=torch.float64, device=self.device)  # NumPy's, too
         if z.ndim != 2 or z.shape[-1] != width or not len(z):
             raise DataError(f"states have the shape {tuple(z.shape)}, not (tokens, {width})")
         network, certificate = self._exact
@@ -193,7 +198,6 @@ class TrainedModel:
                 "prove: without an inverse the text is found by trying symbols"
             )
         weights = network.weights()
-        z = z.to(self.device, torch.float64)
         known: dict[str, Any] = {}
         if entries_within is not None:
             known["entries_within"] = as_double(entries_within, z)
@@ -293,11 +297,29 @@ class TrainedModel:
         known = model.network, metadata, model.certificate, model.evaluation
         write_export(target, *known, name, matrices)
 
-    @cached_property
+    @property
     def _exact(self) -> tuple[CharTransformer, Certificate | None]:
         """The network in float64, and its certificate there."""
-        network = copy.deepcopy(self.network).double()
-        return network, certify(network) if network.is_invertible else None
+
+        def made() -> tuple[CharTransformer, Certificate | None]:
+            network = copy.deepcopy(self.network).double()
+            return network, certify(network) if network.is_invertible else None
+
+        return self._kept("exact", made)
+
+    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was made of these weights before; made anew if they have changed since."""
+        weights, (before, made) = self.network.state_dict(), self._made
+        same = weights.keys() == before.keys() and all(
+            (w.device, w.dtype) == (b.device, b.dtype) and torch.equal(w, b)
+            for w, b in zip(weights.values(), before.values(), strict=True)
+        )
+        if not same:
+            made = {}
+            self._made = {key: weight.clone() for key, weight in weights.items()}, made
+        if name not in made:
+            made[name] = make()
+        return made[name]
 
     def _tokens(self, text: str) -> Tensor:
         if not text:

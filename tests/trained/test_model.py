@@ -52,6 +52,21 @@ def test_a_loaded_model_generates_encodes_and_inverts(run) -> None:
     assert "step 8" in repr(model)
 
 
+def test_weights_that_were_trained_on_are_certified_and_inverted_anew(run) -> None:
+    model, fresh, text = invformer.load(run), invformer.load(run), "3 times 3 is 9"
+    before = model.certificate
+    assert model.invert(model.encode(text).numpy()).text == text
+    with torch.no_grad():
+        for parameter in model.network.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    fresh.network.load_state_dict(model.network.state_dict())
+    assert model.certificate == fresh.certificate != before
+    assert model.certificate is model.certificate
+    z = model.encode(text)
+    assert model.invert(z) == fresh.invert(z)
+    assert model.invert(z).text == text
+
+
 def test_a_text_of_more_windows_comes_back_from_states_without_some_channels(run) -> None:
     model = invformer.load(run)
     text = "3 times 3 is 9; " * 6
