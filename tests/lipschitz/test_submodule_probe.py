@@ -189,3 +189,27 @@ def test_frozen_and_random_parts_inside_are_measured_or_skipped_as_at_first() ->
     true = dense_constants(model, first.values, x)
     for name, value in later.values.items():
         assert 0.99 * true[name] <= value <= true[name] * (1 + 1e-9)
+
+
+class Product(nn.Module):
+    """x ↦ x W, which is no ``nn.Linear``."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(matrix)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.matrix
+
+
+def test_another_singular_vector_that_becomes_the_largest_is_found_at_once() -> None:
+    torch.manual_seed(0)
+    model, q = Product(torch.eye(8)), torch.linalg.qr(torch.randn(8, 8)).Q
+    model.matrix.data = q @ torch.diag(torch.tensor([3.0] + 7 * [1.0])) @ q.mT
+    probe = SubmoduleProbe(model, torch.randn(1, 8))
+    for _ in range(12):
+        value = probe.measure().values[""]
+    assert value == pytest.approx(3.0)
+    turned = (q[:, 1] + 0.2 * q[:, 0]) / 1.04**0.5
+    model.matrix.data = torch.eye(8) + 3.0 * torch.outer(turned, turned)
+    assert 3.999 < probe.measure().values[""] <= 4.0 + 1e-9
