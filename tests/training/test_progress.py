@@ -80,7 +80,7 @@ def test_a_run_whose_time_is_over_continues_to_the_same_weights(folder, capsys) 
         said = capsys.readouterr().out
         assert f"step {step}/3  train" in said
         assert (f"({3 - step} steps are left)" in said) == (step < 3)
-    fit(run_of(folder, *more, "trainer.max_time=null", "run.name=whole"))
+    fit(run_of(folder, *more, "trainer.max_time=00:02:00", "run.name=whole"))
     first, *others = [
         [(row["train/nats"], row["optim/lr"]) for row in read_rows(folder / name / "metrics.jsonl")]
         for name in ("whole", "a")
