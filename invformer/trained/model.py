@@ -98,18 +98,13 @@ class TrainedModel:
         vocabulary: the characters behind its tokens.
         config: the configuration of its training.
         metadata: step, command, commit and source of the text, if known.
-        evaluation: the latest evaluation on the run's own text, or None.
     """
 
     network: CharTransformer
     vocabulary: Vocabulary
     config: TrainConfig
     metadata: dict[str, Any]
-    evaluation: Evaluation | None = None
-    # Weights, and what was made of them.
-    _made: tuple[dict[str, Tensor], dict[str, Any]] = field(
-        default_factory=lambda: ({}, {}), init=False
-    )
+    _made: tuple[Any, Any] = field(default_factory=lambda: ({}, {}), init=False)  # see _kept
 
     def __repr__(self) -> str:
         parameters = sum(p.numel() for p in self.network.parameters())
@@ -122,6 +117,11 @@ class TrainedModel:
     def device(self) -> torch.device:
         """The device that the weights are on."""
         return self.network.head.weight.device
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The latest evaluation of these weights on the run's own text, if there is one."""
+        return self._kept("evaluation", lambda: None)
 
     @property
     def certificate(self) -> Certificate | None:
@@ -291,7 +291,7 @@ class TrainedModel:
         metadata, model, matrices = shared(self.metadata, self.config), self, {}
         if bits is not None:
             network, matrices = quantised(self.network, bits)
-            model = replace(self, network=network, evaluation=None)
+            model = replace(self, network=network)
             metadata[WEIGHT_BITS] = bits
         target = Path(os.path.expanduser(folder))
         known = model.network, metadata, model.certificate, model.evaluation
@@ -395,4 +395,6 @@ def opened(checkpoint: Checkpoint, device: str = "auto") -> TrainedModel:
         if all(getattr(found, key) == checkpoint.metadata.get(key) for key in same):
             evaluation = found
     config, vocabulary = configuration_of(checkpoint), vocabulary_of(checkpoint)
-    return TrainedModel(network, vocabulary, config, checkpoint.metadata, evaluation)
+    model = TrainedModel(network, vocabulary, config, checkpoint.metadata)
+    model._kept("evaluation", lambda: evaluation)
+    return model
