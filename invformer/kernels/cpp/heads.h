@@ -47,10 +47,12 @@ struct Heads {
     std::fill_n(w.data, f.inner * P, T(0));
     std::fill_n(betas.data, tokens * L, T(0));
     std::fill_n(column, P, T(0));
-    for (int64_t c = 0; c < width; ++c) {
-      const T gain = f.epsilon > 0 ? f.scale[c] : f.log_scale ? std::exp(-f.log_scale[c]) : 1;
-      for (int64_t k = 0; k < f.inner; ++k) *w.at(k, c) = gain * *f.in().at(c, k);
-    }
+    for (int64_t c = 0; c < width; ++c)
+      column[c] = f.epsilon > 0 ? f.scale[c] : f.log_scale ? std::exp(-f.log_scale[c]) : 1;
+    for (int64_t k = 0; k < f.inner; k += LANES<T>)  // so many rows of either stay at hand
+      for (int64_t c = 0; c < width; ++c)
+        for (int64_t r = k; r < std::min(k + LANES<T>, f.inner); ++r)
+          w.at(r)[c] = column[c] * *f.in().at(c, r);
     for (int64_t n = 0; n < kinds * H; ++n)
       for (int64_t j = 0; j < tokens; j += LANES<T>)
         multiply<T>(own_at(n, 0, j), w.from(keys_at + n * d).transposed(),
@@ -60,6 +62,39 @@ struct Heads {
   // W_k k_j or W_v v_j of LANES tokens from j on, from a channel on.
   Matrix<T> own_at(int64_t n, int64_t c, int64_t j) const {
     return {own + (j * width + c * LANES<T>) * kinds * H + n * LANES<T>, kinds * H * LANES<T>};
+  }
+
+  // Eight at a time, and the rest one by one.
+  template <typename Work>
+  static void in_eights(int64_t count, Work work) {
+    int64_t n = 0;
+    for (; n + 8 <= count; n += 8) work(n, std::integral_constant<int, 8>());
+    for (; n < count; ++n) work(n, std::integral_constant<int, 1>());
+  }
+
+  // LANES columns of x plus their own vectors from n on, times the terms.
+  template <int SOME>
+  void add_own(int64_t n, int64_t j) const {
+    Vector<T> term[SOME];
+    for (int m = 0; m < SOME; ++m) term[m] = load(terms.at(2 * H + n + m, j));
+    for (int64_t c = 0; c < width; ++c) {
+      const T* const own_c = own_at(n, c, j).data;
+      Vector<T> sum = load(x.at(c, j));
+      for (int m = 0; m < SOME; ++m) sum += term[m] * load(own_c + m * LANES<T>);
+      store(x.at(c, j), sum);
+    }
+  }
+
+  // Inner products of LANES columns of x with their own vectors from n on.
+  template <int SOME>
+  void look_along(int64_t n, int64_t j) const {
+    Vector<T> sum[SOME]{};
+    for (int64_t c = 0; c < width; ++c) {
+      const T* const own_c = own_at(n, c, j).data;
+      const Vector<T> x_c = load(x.at(c, j));
+      for (int m = 0; m < SOME; ++m) sum[m] += load(own_c + m * LANES<T>) * x_c;
+    }
+    for (int m = 0; m < SOME; ++m) store(along.at(n + m, j), sum[m]);
   }
 
   // Columns of x by the derivative of ψ_R, or of LN without its γ; both are symmetric.
@@ -79,11 +114,12 @@ struct Heads {
       const T* const x_c = x.at(c, first);
       for (int64_t j = 0; j < count; ++j) factors[j] += double(x_c[j]) * x_c[j];
     }
-    for (int64_t j = 0; j < count; ++j) factors[j] = 1 / std::max(std::sqrt(factors[j]), shortest);
+    T* const inverse = s.data;
+    for (int64_t j = 0; j < count; ++j) inverse[j] = 1 / std::max(std::sqrt(factors[j]), shortest);
     for (int64_t c = 0; c < width; ++c) {
       T* const x_c = x.at(c, first);
       for (int64_t j = 0; j < count; ++j)
-        x_c[j] = entries ? (x_c[j] > 0) - (x_c[j] < 0) : x_c[j] * T(factors[j]);
+        x_c[j] = entries ? (x_c[j] > 0) - (x_c[j] < 0) : x_c[j] * inverse[j];
     }
   }
 
@@ -133,21 +169,12 @@ struct Heads {
     for (int64_t begin = first; begin <= i; begin += 4 * LANES<T>) {  // whose own stay at hand
       const int64_t some = std::min(4 * LANES<T>, i + 1 - begin), end = begin + some;
       for (int64_t j = begin; j < end && kinds; j += LANES<T>)
-        for (int64_t c = 0; c < width; ++c) {
-          Vector<T> sum = load(x.at(c, j));
-          for (int64_t n = 0; n < kinds * H; ++n)
-            sum += load(terms.at(2 * H + n, j)) * load(own_at(n, c, j).data);
-          store(x.at(c, j), sum);
-        }
+        in_eights(kinds * H, [&](int64_t n, auto some) { add_own<some>(n, j); });
       through_input(begin, some);
       normalise(begin, some, entries, shortest);
       through_input(begin, some);
       for (int64_t j = begin; j < end; j += LANES<T>)
-        for (int64_t n = 0; n < kinds * H; ++n) {
-          Vector<T> sum{};
-          for (int64_t c = 0; c < width; ++c) sum += load(own_at(n, c, j).data) * load(x.at(c, j));
-          store(along.at(n, j), sum);
-        }
+        in_eights(kinds * H, [&](int64_t n, auto some) { look_along<some>(n, j); });
     }
     for (int64_t c = 0; c < width; ++c) column[c] = *x.at(c, i);
     for (int64_t c = 0; c < f.outer; ++c) dz[c] = dot<T>(w.at(c), column, P);

@@ -13,10 +13,10 @@ template <typename T>
 void into_ball(Matrix<T> x, T* rho, int64_t channels, int64_t columns, T radius) {
   std::fill_n(rho, columns, T(0));
   for (int64_t c = 0; c < channels; ++c)
-    for (int64_t j = 0; j < columns; ++j) rho[j] += *x.at(c, j) * *x.at(c, j);
+    for (int64_t j = 0; j < columns; ++j) rho[j] += x.at(c)[j] * x.at(c)[j];
   for (int64_t j = 0; j < columns; ++j) rho[j] = 1 / std::sqrt(1 + rho[j] / (radius * radius));
   for (int64_t c = 0; c < channels; ++c)
-    for (int64_t j = 0; j < columns; ++j) *x.at(c, j) *= rho[j];
+    for (int64_t j = 0; j < columns; ++j) x.at(c)[j] *= rho[j];
 }
 
 // dz ← ρ (dz − u (u·dz)/R²) of every column, for points u of the ball.
@@ -25,11 +25,11 @@ void ball_derivative(Matrix<T> dz, Matrix<const T> u, const T* rho, int64_t chan
                      int64_t columns, T radius, T* along) {
   std::fill_n(along, columns, T(0));
   for (int64_t c = 0; c < channels; ++c)
-    for (int64_t j = 0; j < columns; ++j) along[j] += *u.at(c, j) * *dz.at(c, j);
+    for (int64_t j = 0; j < columns; ++j) along[j] += u.at(c)[j] * dz.at(c)[j];
   for (int64_t j = 0; j < columns; ++j) along[j] /= radius * radius;
   for (int64_t c = 0; c < channels; ++c)
     for (int64_t j = 0; j < columns; ++j)
-      *dz.at(c, j) = rho[j] * (*dz.at(c, j) - along[j] * *u.at(c, j));
+      dz.at(c)[j] = rho[j] * (dz.at(c)[j] - along[j] * u.at(c)[j]);
 }
 
 // Every column less its mean; ``mean`` is room for one row.
@@ -37,10 +37,10 @@ template <typename T>
 void centre(Matrix<T> x, int64_t channels, int64_t columns, T* mean) {
   std::fill_n(mean, columns, T(0));
   for (int64_t c = 0; c < channels; ++c)
-    for (int64_t j = 0; j < columns; ++j) mean[j] += *x.at(c, j);
+    for (int64_t j = 0; j < columns; ++j) mean[j] += x.at(c)[j];
   for (int64_t j = 0; j < columns; ++j) mean[j] /= channels;
   for (int64_t c = 0; c < channels; ++c)
-    for (int64_t j = 0; j < columns; ++j) *x.at(c, j) -= mean[j];
+    for (int64_t j = 0; j < columns; ++j) x.at(c)[j] -= mean[j];
 }
 
 // x ← x̂ = ρ (x − mean), ρ = 1/√(variance + ε), of every column. Its derivative is that of ψ in a
@@ -50,10 +50,10 @@ void standardise(Matrix<T> x, T* rho, int64_t channels, int64_t columns, T epsil
   centre(x, channels, columns, rho);
   std::fill_n(rho, columns, T(0));
   for (int64_t c = 0; c < channels; ++c)
-    for (int64_t j = 0; j < columns; ++j) rho[j] += *x.at(c, j) * *x.at(c, j);
+    for (int64_t j = 0; j < columns; ++j) rho[j] += x.at(c)[j] * x.at(c)[j];
   for (int64_t j = 0; j < columns; ++j) rho[j] = 1 / std::sqrt(rho[j] / channels + epsilon);
   for (int64_t c = 0; c < channels; ++c)
-    for (int64_t j = 0; j < columns; ++j) *x.at(c, j) *= rho[j];
+    for (int64_t j = 0; j < columns; ++j) x.at(c)[j] *= rho[j];
 }
 
 // φ(h) and φ′(h) of a vector.

@@ -109,7 +109,7 @@ Total dot(const T* x, const T* y, int64_t n) {
   return total;
 }
 
-inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // exp x for x ≤ 0, to about one unit in the last place: x = n log 2 + r, |r| ≤ log(2)/2, and the
 // Taylor polynomial of r. Zero where it is below the root of the smallest normal number: products
@@ -155,17 +155,38 @@ struct Room {
   }
 };
 
+// Memory that a thread's calls leave to the next: pages that the system has to clear again at each
+// call take as long as what is computed in them.
+struct Kept {
+  void* data = nullptr;
+  size_t size = 0;
+  ~Kept() { std::free(data); }
+  void swap(Kept& other) { std::swap(data, other.data), std::swap(size, other.size); }
+};
+
 // The same for all threads, had before they start: a thread has nobody to tell that there is none.
 template <typename T>
 struct Rooms {
+  static constexpr size_t MOST_KEPT = size_t(64) << 20;
+  inline static thread_local Kept kept[2];
   int64_t each;
+  Kept own;
   T* data;
-  Rooms(int64_t threads, int64_t each)
-      : each(round_up(each, 64)),
-        data(static_cast<T*>(std::aligned_alloc(64, threads * this->each * sizeof(T)))) {
-    if (!data) throw std::bad_alloc();
+  Rooms(int64_t threads, int64_t each) : each(round_up(each, 64)) {
+    const size_t size = threads * this->each * sizeof(T);
+    for (Kept& old : kept)
+      if (own.size < size) own.swap(old);
+    if (own.size < size) {
+      std::free(own.data);
+      own.data = std::aligned_alloc(64, size), own.size = own.data ? size : 0;
+    }
+    if (!own.data) throw std::bad_alloc();
+    data = static_cast<T*>(own.data);
   }
-  ~Rooms() { std::free(data); }
+  ~Rooms() {
+    for (Kept& old : kept)
+      if (own.size <= MOST_KEPT && own.size > old.size) own.swap(old);
+  }
   Rooms(const Rooms&) = delete;
   Room<T> of_this_thread() const { return {data + omp_get_thread_num() * each}; }
 };
@@ -225,7 +246,10 @@ void multiply(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t rows, i
       for (int64_t k = 0; k < inner; ++k) std::copy_n(own.at(0, k), count, room + k * count);
       own = {room, 1, count};
     }
-    for (int64_t j = 0; j < columns; j += PANEL<T>) {
+    int64_t j = 0;
+    for (; count == 1 && j + 4 * PANEL<T> <= columns; j += 4 * PANEL<T>)  // sums side by side
+      tile<T, 1, 8>({c.at(r, j), c.row}, own, {b.at(0, j), b.row}, inner, add);
+    for (; j < columns; j += PANEL<T>) {
       const Matrix<T> to{c.at(r, j), c.row};
       const Matrix<const T> from{b.at(0, j), b.row};
       if (j + PANEL<T> <= columns)
