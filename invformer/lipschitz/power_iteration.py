@@ -185,11 +185,8 @@ class PowerIteration:
         of_rows = Products(lambda x: jvp(x).unsqueeze(-2), lambda a: vjp(a.squeeze(-2)))
         a = left.flatten(1, 2).unsqueeze(-2)  # one row each: (branches, sequences · K, 1, D)
         new_left, step = self._improve(a, of_rows)
-        if all_at_once:
-            self.left.copy_(new_left.view(left.shape))
-        else:
-            self.left.scatter_(2, index, new_left.view(left.shape))
-            self.lengths.scatter_(2, chosen, step.gains)
+        self.left.scatter_(2, index, new_left.view(left.shape))
+        self.lengths.scatter_(2, chosen, step.gains)
         return step
 
     def _improve(self, a: Tensor, products: Products) -> tuple[Tensor, Step]:
@@ -211,13 +208,8 @@ class PowerIteration:
         """The tokens that were largest when last visited, and those whose turn it is."""
         largest = self.lengths.sort(dim=-1, descending=True, stable=True).indices
         others = (self.slots[..., self.leaders :] + self.turn) % self.left.shape[-2]
-        self.turn_by(1)
+        self.turn += self.slots.shape[-1] - self.leaders
         return torch.cat([largest[..., : self.leaders], others], -1)
-
-    def turn_by(self, num_steps: int) -> None:
-        """Move on to the tokens whose turn it is after some steps, if not all have theirs."""
-        if (at_once := self.slots.shape[-1]) < self.left.shape[-2]:
-            self.turn += num_steps * (at_once - self.leaders)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The buffers; loading is copying into them."""

@@ -142,10 +142,12 @@ class LipschitzProbe:
         self,
         weights: FoldedStackWeights | None = None,
         stacked: Sequence[StackedBranches] | None = None,
+        times: float = 1.0,
     ) -> Float[Tensor, "branches"]:
         """One estimate per branch in the order of ``names``, the largest over the sequences.
 
-        The first one takes ``FIRST_STEPS``. ``weights`` are those of a training step. What
+        The first one takes ``FIRST_STEPS``. ``weights`` are those of a training step. Compiled code
+        advances so many ``times`` the usual rows, and chooses those of attention better. What
         local bounds are compared with is estimated from the same ``stacked`` branches: two
         computations of one pre-activation may round to different sides of a kink.
         """
@@ -154,7 +156,8 @@ class LipschitzProbe:
         if self.is_compiled and stacked is None:
             weights = weights or self.model.weights()
             x, diagonal = self.model.embedding(self.tokens), self.measured == "diagonal_block"
-            how = self.iterations, num_steps, diagonal, 1 if is_short else torch.get_num_threads()
+            threads = 1 if is_short else torch.get_num_threads()
+            how = self.iterations, num_steps, diagonal, threads, times
             values = compiled.estimates(self.model.stack, weights, x, *how)
             return values.mul_(rounding_factor(values))
         if self.replayed and num_steps == 1 and stacked is None:

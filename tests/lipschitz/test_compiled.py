@@ -12,6 +12,7 @@ from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, PreNormBlock
 from invformer.weights.spectral import set_manual_refresh
 from tests.kernels.test_attention import needs_compiler
+from tests.support import builders
 from tests.support.builders import (
     VOCAB,
     WIDTH,
@@ -21,6 +22,7 @@ from tests.support.builders import (
     coupling,
     l2_baseline,
     random_tokens,
+    small_model,
     trained_a_little,
 )
 
@@ -65,6 +67,7 @@ def both(
     for can_take in (compiled.can_take, lambda *_: False):
         with monkeypatch.context() as patch:
             patch.setattr(compiled, "can_take", can_take)
+            patch.setattr(compiled, "PROMISING", 0)
             patch.setattr("invformer.lipschitz.probe.TOKENS_AT_ONCE", 5)  # of longer texts
             probe = LipschitzProbe(model, tokens, measured)
             values = [
@@ -134,6 +137,38 @@ def test_every_activation_and_its_slope_are_known(activation: str, monkeypatch) 
         block.feed_forward.branch.activation = activation
     found = both(model, random_tokens(1), monkeypatch)
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
+
+
+def test_four_times_a_quarter_of_the_rows_are_all_rows(monkeypatch) -> None:
+    model, found = trained(), []
+    for at_once, times in ((3, 4), (12, 1)):
+        monkeypatch.setattr("invformer.lipschitz.probe.TOKENS_AT_ONCE", at_once)
+        probe = LipschitzProbe(model, random_tokens(1))
+        found.append([probe.values(times=times) for _ in range(3)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("name", "certificate"), [
+    ("contractive_l2", "token_max"), ("contractive_bounded", "token_max"), ("dot_product", None),
+])  # fmt: skip
+def test_rows_that_promise_most_are_larger_than_those_that_were_largest(
+    name: str, certificate: str | None, monkeypatch
+) -> None:
+    """Right after all weights have changed, when remembered gains say nothing."""
+    monkeypatch.setattr("invformer.lipschitz.probe.TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr(builders, "SEQ_LEN", 64)
+    model, found = small_model(name=name, certificate=certificate), []
+    tokens = torch.randint(VOCAB, (1, 64), generator=torch.Generator().manual_seed(0))
+    for promising in (compiled.PROMISING, 0):
+        monkeypatch.setattr(compiled, "PROMISING", promising)
+        probe, values = LipschitzProbe(model, tokens), []
+        for seed in range(20):
+            generator = torch.Generator().manual_seed(seed)
+            for w in model.stack.parameters():
+                w.data.normal_(generator=generator)
+            values.append(probe.values()[::2].log())
+        found.append(torch.stack(values[1:]).mean())
+    assert found[0] > found[1]
 
 
 def test_threads_change_no_bit(monkeypatch) -> None:

@@ -17,7 +17,8 @@ struct Branch {
   int64_t* turn;
   int64_t w_row, w_column, v_row, v_column;  // distances in memory
   int64_t inner, outer, kernel, activation, heads, bias_stride, is_tied, strictly_causal, at_once;
-  int64_t leaders;         // of the tokens that a step advances: those with the largest gains
+  int64_t leaders, promising, in_turn;  // of the tokens that a step advances: those with the largest
+                                        // gains, those that promise most, others
   int64_t reads, writes;   // the first channel of the stream that it reads, and that it adds to
   double radius, epsilon;  // of ψ_R and LN; zero is none
 
@@ -35,6 +36,7 @@ struct Point {
   Matrix<T> u, z;  // after ψ_R or before γ of LN; after W: q, or q, k and v, or φ′
   T *u_rho, *rho;  // of u; of q, k and v of every head, in the ball
   T* biases;       // of every head, the largest lag first
+  T* promise;      // of every token
 };
 
 // P_ij of the keys j of token i, and how many there are. If strictly causal, keys are those of tokens
@@ -74,6 +76,42 @@ int64_t softmax(const Branch<T>& f, const Point<T>& at, int64_t tokens, int64_t 
   total += sum<T>(sums);
   for (int64_t j = 0; j < keys; ++j) p[j] /= total;
   return keys;
+}
+
+// The same of all tokens i, at (j, i), and zeros at later keys of a panel; by_lag are the biases from
+// lag zero on, and −∞ before.
+template <typename T>
+void softmax_of_all(const Branch<T>& f, Matrix<T> z, int64_t tokens, int64_t head, const T* by_lag,
+                    Matrix<T> p) {
+  const int64_t d = f.head_channels(), strict = f.strictly_causal;
+  const Matrix<T> q = z.from(head * d), k = f.is_tied ? q : q.from(f.outer);
+  const T factor = f.logit_scale(head);
+  for (int64_t i = 0; i < tokens; i += LANES<T>) {
+    const int64_t keys = std::min(tokens, i + LANES<T>) - strict;
+    const int64_t end = std::min(tokens, round_up(i + 1, PANEL<T>));
+    Vector<T> sums{}, most = strict ? load(by_lag + i) : sums - std::numeric_limits<T>::infinity();
+    for (int64_t j = 0; j < keys; ++j) {
+      Vector<T> s{};
+      if (f.is_tied)
+        for (int64_t c = 0; c < d; ++c) {
+          const Vector<T> e = load(q.at(c, i)) - *k.at(c, j);
+          s += e * e;
+        }
+      else
+        for (int64_t c = 0; c < d; ++c) s += load(q.at(c, i)) * *k.at(c, j);
+      s = factor * s + load(by_lag + i - strict - j);
+      most = s > most ? s : most;
+      store(p.at(j, i), s);
+    }
+    if (strict) sums = exponential<T>(load(by_lag + i) - most);
+    for (int64_t j = 0; j < keys; ++j) {
+      const Vector<T> e = exponential<T>(load(p.at(j, i)) - most);
+      store(p.at(j, i), e);
+      sums += e;
+    }
+    for (int64_t j = 0; j < keys; ++j) store(p.at(j, i), load(p.at(j, i)) / sums);
+    for (int64_t j = keys; j < end; ++j) store(p.at(j, i), Vector<T>{});
+  }
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "heads.h"
+#include "promise.h"
 
 namespace {
 
@@ -23,12 +24,6 @@ struct Call {
   bool diagonal, entries;
   int threads;
 };
-
-// Whether a < b, where what is no number is the largest: it is found and not lost.
-template <typename T>
-bool is_less(T a, T b) {
-  return a == a && !(b <= a);
-}
 
 // Room for so many columns, an odd number of vectors: caches dislike rows a power of two apart.
 template <typename T>
@@ -48,7 +43,7 @@ void by_rows(int64_t rows, int threads, Work work) {
 // Nothing reads what the last layer writes.
 template <typename T>
 void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Point<T>& at,
-             const Call& call, const Rooms<T>& rooms, bool is_last) {
+             const Call& call, const Rooms<T>& rooms, const Promise<T>* promise, bool is_last) {
   const int64_t tokens = call.tokens, width = call.width, row = x.row;
   const int64_t columns = round_up(tokens, LANES<T>);
   const Matrix<T> seen = f.epsilon > 0 ? at.u : x.from(f.reads), to = x.from(f.writes);
@@ -57,9 +52,11 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
     standardise(seen, at.u_rho, width, tokens, T(f.epsilon));
   }
   std::fill_n(u.data, f.kernel * width * row, T(0));
-  for (int64_t c = 0; c < width; ++c)
-    for (int64_t j = 0; j < tokens; ++j)
-      *u.at(c, j) = *seen.at(c, j) * (f.scale ? f.scale[c] : 1) + (f.shift ? f.shift[c] : 0);
+  for (int64_t c = 0; c < width; ++c) {
+    const T scale = f.scale ? f.scale[c] : 1, shift = f.shift ? f.shift[c] : 0;
+    T *const u_c = u.at(c), *const seen_c = seen.at(c);
+    for (int64_t j = 0; j < tokens; ++j) u_c[j] = seen_c[j] * scale + shift;
+  }
   if (f.radius > 0) {
     into_ball(u, at.u_rho, width, tokens, T(f.radius));
     std::copy_n(u.data, width * row, at.u.data);
@@ -83,31 +80,30 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
 #pragma omp parallel for num_threads(call.threads)
   for (int64_t h = 0; h < f.heads; ++h) {
     Room<T> room = rooms.of_this_thread();
-    T *const p = room.take(row), *const biases = at.biases + h * row;
-    const Matrix<T> transposed{room.take(tokens * row), row};
-    std::fill_n(transposed.data, tokens * row, T(0));
+    T *const biases = at.biases + h * row, *const by_lag = room.take(row + 2 * LANES<T>) + LANES<T>;
+    const Matrix<T> p{room.take(tokens * row), row}, y_h = y.from(h * d);
     for (int64_t part = h; f.temperatures && part < f.inner / d; part += f.heads)
       into_ball(at.z.from(part * d), at.rho + part * row, d, tokens, T(1));
+    std::fill_n(by_lag - LANES<T>, LANES<T>, -std::numeric_limits<T>::infinity());
+    std::fill_n(by_lag, row, T(0));
     for (int64_t lag = 0; lag < tokens; ++lag)
-      biases[tokens - 1 - lag] = f.biases && lag ? f.biases[h * f.bias_stride + lag - 1] : T(0);
-    for (int64_t i = 0; i < tokens; ++i) {
-      const int64_t keys = softmax<T>(f, at, tokens, h, i, p);
-      for (int64_t j = 0; j < keys; ++j) *transposed.at(j, i) = p[j];
-    }
-    const Matrix<T> v = at.z.from(f.inner - f.outer + h * d);
-    for (int64_t i = 0; i < columns; i += PANEL<T>)  // the keys that these tokens see
-      multiply<T>({y.at(h * d, i), row}, {v.data, row}, {transposed.at(0, i), row}, d,
-                  std::min(tokens, i + PANEL<T>), std::min(PANEL<T>, columns - i), false);
+      biases[tokens - 1 - lag] = by_lag[lag] =
+          f.biases && lag ? f.biases[h * f.bias_stride + lag - 1] : T(0);
+    softmax_of_all<T>(f, at.z, tokens, h, by_lag, p);
+    by_panels(y_h, at.z.from(f.inner - f.outer + h * d), p, d, tokens);
+    if (promise) promise->of_head(h, at, p, y_h, room);
   }
+  if (promise) promise->sum(at.promise);
   by_rows(width, call.threads, [&](int64_t first, int64_t count) {
     multiply<T>(u.from(first), f.out().transposed().from(first), {y.data, row}, count, f.outer,
                 columns, false);
-    for (int64_t c = first; c < first + count; ++c)
-      for (int64_t j = 0; j < tokens; ++j) {
-        T& sum = *to.at(c, j);
-        sum += (*u.at(c, j) + (f.c ? f.c[c] : 0)) * (f.inverse ? f.inverse[c] : 1);
-        if (f.norm_scale) sum = sum * f.norm_scale[c] + f.norm_shift[c];
-      }
+    for (int64_t c = first; c < first + count; ++c) {
+      const T shift = f.c ? f.c[c] : 0, inverse = f.inverse ? f.inverse[c] : 1;
+      T *const u_c = u.at(c), *const to_c = to.at(c);
+      for (int64_t j = 0; j < tokens; ++j) to_c[j] += (u_c[j] + shift) * inverse;
+      for (int64_t j = 0; f.norm_scale && j < tokens; ++j)
+        to_c[j] = to_c[j] * f.norm_scale[c] + f.norm_shift[c];
+    }
   });
 }
 
@@ -125,8 +121,9 @@ struct ChosenRows {
   int64_t* chosen;  // the token of each row
   // g: gradients of outputs, then J x; a = V g, then what V multiplies; z: of hidden units;
   // x: of inputs of hidden units, one lag after another
-  Matrix<T> g, a, z, x;
-  T* s;  // room for a number of each row
+  // and the points that these have
+  Matrix<T> g, a, z, x, u;
+  T *s, *rho;  // numbers of each row
   double* factors;
 
   ChosenRows(const Branch<T>& f, const Point<T>& at, const Call& call, const T* lengths,
@@ -135,18 +132,15 @@ struct ChosenRows {
     chosen = reinterpret_cast<int64_t*>(room.take(2 * K));
     for (int64_t r = 0; r < K; ++r) {
       chosen[r] = some ? (r + turn) % call.tokens : r;
-      if (!some || r >= f.leaders) continue;
-      chosen[r] = -1;
-      for (int64_t i = 0; i < call.tokens; ++i)
-        if ((chosen[r] < 0 || is_less(lengths[chosen[r]], lengths[i])) &&
-            std::find(chosen, chosen + r, i) == chosen + r)
-          chosen[r] = i;
+      if (some && r < f.leaders + f.promising)
+        chosen[r] = largest(r < f.leaders ? lengths : at.promise, call.tokens, chosen, r);
     }
     g = {room.take(width * stride), stride};
     a = {room.take(f.outer * stride), stride};
     z = {room.take(f.inner * stride), stride};
     x = {room.take(lags * width * stride), stride};
-    s = room.take(stride);
+    u = {room.take(width * stride), stride};
+    s = room.take(stride), rho = room.take(stride);
     factors = reinterpret_cast<double*>(room.take(2 * stride));
   }
 
@@ -154,27 +148,26 @@ struct ChosenRows {
   void scale(Matrix<T> m, T sign) const {
     for (int64_t c = 0; f.log_scale && c < width; ++c) {
       const T factor = std::exp(sign * f.log_scale[c]);
-      for (int64_t r = 0; r < K; ++r) *m.at(c, r) *= factor;
+      for (int64_t r = 0; r < K; ++r) m.at(c)[r] *= factor;
     }
   }
 
-  // By the derivative of ψ_R, or of LN without its γ; both are symmetric.
+  // By the derivative of ψ_R, or of LN without its γ; both are symmetric. Zero before the text.
   void through_input(Matrix<T> m, int64_t lag) const {
     const bool has_norm = f.epsilon > 0;
     const T radius = has_norm ? std::sqrt(T(width)) : T(f.radius);
-    for (int64_t r = 0; radius > 0 && r < K; ++r) {
-      const int64_t token = chosen[r] - lag;
-      const Matrix<T> dx{m.at(0, r), stride};
-      if (token < 0) continue;
-      if (has_norm) centre(dx, width, 1, s);
-      ball_derivative<T>(dx, {at.u.at(0, token), row}, at.u_rho + token, width, 1, radius, s);
-    }
+    if (!(radius > 0)) return;
+    for (int64_t r = 0; r < K; ++r) rho[r] = chosen[r] < lag ? 0 : at.u_rho[chosen[r] - lag];
+    for (int64_t c = 0; c < width; ++c)
+      for (int64_t r = 0; r < K; ++r) u.at(c)[r] = at.u.at(c)[std::max<int64_t>(chosen[r] - lag, 0)];
+    if (has_norm) centre(m, width, K, s);
+    ball_derivative<T>(m, u, rho, width, K, radius, s);
   }
 
   // Channels times γ of LN.
   void by_gain(Matrix<T> m) const {
     for (int64_t c = 0; f.epsilon > 0 && c < width; ++c)
-      for (int64_t r = 0; r < stride; ++r) *m.at(c, r) *= f.scale[c];
+      for (int64_t r = 0; r < stride; ++r) m.at(c)[r] *= f.scale[c];
   }
 
   // a = V g.
@@ -186,7 +179,7 @@ struct ChosenRows {
   // x = Jᵀ g of hidden units.
   void pull() {
     for (int64_t c = 0; c < f.inner; ++c)
-      for (int64_t r = 0; r < K; ++r) *z.at(c, r) = *a.at(c, r) * *at.z.at(c, chosen[r]);
+      for (int64_t r = 0; r < K; ++r) z.at(c)[r] = a.at(c)[r] * *at.z.at(c, chosen[r]);
     multiply<T>(x, f.in(), {z.data, stride}, lags * width, f.inner, stride, false);
     for (int64_t lag = 0; lag < lags; ++lag) {
       const Matrix<T> dx = x.from(lag * width);
@@ -202,12 +195,12 @@ struct ChosenRows {
       const Matrix<T> m = x.from(lag * width);
       std::fill_n(factors, stride, 0.0);
       for (int64_t c = 0; c < width; ++c)
-        for (int64_t r = 0; r < K; ++r) factors[r] += double(*m.at(c, r)) * *m.at(c, r);
+        for (int64_t r = 0; r < K; ++r) factors[r] += double(m.at(c)[r]) * m.at(c)[r];
       for (int64_t r = 0; r < K; ++r)
         factors[r] = chosen[r] < lag ? 0 : 1 / std::max(std::sqrt(factors[r]), shortest);
       for (int64_t c = 0; c < width; ++c)
         for (int64_t r = 0; r < stride; ++r) {
-          T& w = *m.at(c, r);
+          T& w = m.at(c)[r];
           w = call.entries ? T((factors[r] > 0) * ((w > 0) - (w < 0))) : w * T(factors[r]);
         }
     }
@@ -223,7 +216,7 @@ struct ChosenRows {
     }
     multiply<T>(z, f.in().transposed(), {x.data, stride}, f.inner, lags * width, stride, false);
     for (int64_t c = 0; c < f.inner; ++c)
-      for (int64_t r = 0; r < K; ++r) *a.at(c, r) = *z.at(c, r) * *at.z.at(c, chosen[r]);
+      for (int64_t r = 0; r < K; ++r) a.at(c)[r] = z.at(c)[r] * *at.z.at(c, chosen[r]);
   }
 
   // a ← what V multiplies of J x, where x are the vectors of length one of Jᵀ g, of hidden units.
@@ -248,7 +241,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
   const Matrix<T> g = rows.g;
   std::fill_n(g.data, rows.width * rows.stride, T(0));
   for (int64_t r = 0; r < rows.K; ++r)
-    for (int64_t c = 0; c < rows.width; ++c) *g.at(c, r) = left[rows.chosen[r] * rows.width + c];
+    for (int64_t c = 0; c < rows.width; ++c) g.at(c)[r] = left[rows.chosen[r] * rows.width + c];
   rows.pull_outputs();
   for (int64_t r = 0; heads && r < rows.K; ++r)
     heads->improve(rows.a.at(0, r), rows.stride, rows.chosen[r], call.diagonal, call.entries,
@@ -261,14 +254,14 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
     double square = 0;
     int64_t most = 0;
     for (int64_t c = 0; c < rows.width; ++c) {
-      square += double(*g.at(c, r)) * *g.at(c, r);
-      if (is_less(std::abs(*g.at(most, r)), std::abs(*g.at(c, r)))) most = c;
+      square += double(g.at(c)[r]) * g.at(c)[r];
+      if (is_less(std::abs(*g.at(most, r)), std::abs(g.at(c)[r]))) most = c;
     }
     const double gain = call.entries ? std::abs(*g.at(most, r)) : std::sqrt(square);
     if (is_less<T>(largest, gain)) largest = gain;
-    if (rows.some) lengths[rows.chosen[r]] = gain;
+    lengths[rows.chosen[r]] = gain;
     for (int64_t c = 0; gain > rows.shortest && c < rows.width; ++c)
-      left[rows.chosen[r] * rows.width + c] = call.entries && c != most ? 0 : *g.at(c, r) / gain;
+      left[rows.chosen[r] * rows.width + c] = call.entries && c != most ? 0 : g.at(c)[r] / gain;
   }
   return largest;
 }
@@ -278,7 +271,7 @@ template <typename T>
 void advance(const Branch<T>* branches, const T* x, const Call& call) {
   const int64_t tokens = call.tokens, width = call.width, row = odd_vectors<T>(tokens);
   const int64_t channels = call.streams * width;
-  int64_t inner = 0, outer = 0, heads = 0, kernel = 1, of_step = 0;
+  int64_t inner = 0, outer = 0, heads = 0, kernel = 1, of_step = 0, of_promise = 0;
   for (int64_t i = 0; i < call.branches; ++i) {
     const Branch<T>& f = branches[i];
     inner = std::max(inner, f.inner);
@@ -286,29 +279,39 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
     heads = std::max(heads, f.heads);
     kernel = std::max(kernel, f.kernel);
     const int64_t stride = round_up(f.at_once, LANES<T>);
-    const int64_t of_rows = (width + f.outer + f.inner + f.kernel * width + 5) * stride;
+    const int64_t of_rows = (2 * width + f.outer + f.inner + f.kernel * width + 6) * stride;
     of_step = std::max(of_step, of_rows + Heads<T>::size(f, tokens, width, row));
+    of_promise = std::max(of_promise, Promise<T>::size(f, width, row));
   }
-  const int64_t of_point = (inner + width + 1 + 4 * heads) * row;
-  const int64_t of_head = (tokens + 1) * row, of_layer = (channels + kernel * width + outer) * row;
+  const int64_t of_point = (inner + width + 2 + 4 * heads) * row;
+  const int64_t of_head = (tokens + 2) * row + Promise<T>::size_of_head(row);
+  const int64_t of_layer = (channels + kernel * width + outer) * row + of_promise;
   const Rooms<T> points(1, call.branches * of_point + of_layer);
   const Rooms<T> rooms(call.threads, std::max(of_step, of_head) + 32 * LANES<T>);
   Room<T> all{points.data};
   const Matrix<T> state{all.take(channels * row), row}, u{all.take(kernel * width * row), row};
   const Matrix<T> y{all.take(outer * row), row};
+  const Room<T> of_promises{all.take(of_promise)};
   auto point = [&](int64_t i) {
     Room<T> own{all.next + i * of_point};
     return Point<T>{{own.take(width * row), row}, {own.take(inner * row), row}, own.take(row),
-                    own.take(3 * heads * row), own.take(heads * row)};
+                    own.take(3 * heads * row), own.take(heads * row), own.take(row)};
   };
   for (int64_t i = 0; i < call.branches; ++i) *branches[i].estimate = 0;
   for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
     std::fill_n(state.data, channels * row, T(0));
-    for (int64_t j = 0; j < tokens; ++j)
-      for (int64_t c = 0; c < channels; ++c)
-        *state.at(c, j) = x[(sequence * tokens + j) * channels + c];
-    for (int64_t i = 0; i < call.branches; ++i)
-      forward<T>(branches[i], state, u, y, point(i), call, rooms, i + 1 == call.branches);
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t j = 0; j < tokens; ++j)
+        state.at(c)[j] = x[(sequence * tokens + j) * channels + c];
+    for (int64_t i = 0; i < call.branches; ++i) {
+      const Branch<T>& f = branches[i];
+      const int64_t at = sequence * tokens;
+      std::optional<Promise<T>> promise;
+      if (f.promising) promise.emplace(f, f.left + at * width, f.lengths + at, tokens, width, row,
+                                       of_promises);
+      forward<T>(f, state, u, y, point(i), call, rooms, promise ? &*promise : nullptr,
+                 i + 1 == call.branches);
+    }
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)
     for (int64_t i = 0; i < call.branches; ++i) {
       const Branch<T>& f = branches[i];
@@ -320,7 +323,7 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
       T gain = 0;
       for (int64_t n = 0; n < call.steps; ++n)
         gain = step<T>(f, here, f.left + at * width, f.lengths + at,
-                       *f.turn + n * (f.at_once - f.leaders), call, attention ? &*attention : nullptr,
+                       *f.turn + n * f.in_turn, call, attention ? &*attention : nullptr,
                        room);
       if (is_less(*f.estimate, gain)) *f.estimate = gain;
     }
