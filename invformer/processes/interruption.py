@@ -29,7 +29,9 @@ class Interruption(L.Callback):
     of the run that continues. This callback stands after all others, which have to be ready then.
     """
 
-    check: Callable[[L.Trainer], None]  # looks at what was measured; raises if it must not be saved
+    check: Callable[
+        [L.Trainer], object
+    ]  # looks at what was measured; raises if it must not be saved
     again: str  # the command that continues the run
     signal: int = field(default=0, init=False)
     validating: bool = field(default=False, init=False)
@@ -105,7 +107,7 @@ class Interruption(L.Callback):
             raise Interrupted(number, trainer.global_step, self.again)
 
 
-def check_everywhere(check: Callable[[], None]) -> None:
+def check_everywhere(check: Callable[[], object]) -> None:
     """Check in every process, and let all of them agree on what comes of it.
 
     If only one of them refused, the others would save a state, or wait for it while saving.
