@@ -29,9 +29,8 @@ class Interruption(L.Callback):
     of the run that continues. This callback stands after all others, which have to be ready then.
     """
 
-    check: Callable[
-        [L.Trainer], object
-    ]  # looks at what was measured; raises if it must not be saved
+    # Looks at what was measured; raises if it must not be saved.
+    check: Callable[[L.Trainer], object]
     again: str  # the command that continues the run
     signal: int = field(default=0, init=False)
     validating: bool = field(default=False, init=False)
