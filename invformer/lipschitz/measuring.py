@@ -84,8 +84,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
     buffers = [
-        (model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], buffer)
-        for path, buffer in model.named_buffers(remove_duplicate=False)
+        (module, name, buffer)
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     copy_of = dict(COPIES)
     with ExitStack() as stack:
