@@ -1,37 +1,19 @@
-"""Models and runs of ``train.py``: as a study names, starts and reads them."""
+"""Runs of ``train.py``: as a study starts and reads them."""
 
 import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from invformer.config.load import load_config
-from invformer.config.schema import ModelConfig
 from invformer.errors import CheckpointError, InvformerError
 from invformer.processes.ranks import signals_to_stop
 from invformer.runs.run_directory import METRICS
 from invformer.runs.run_log import read_rows
 
 ROOT = Path(__file__).parents[1]
-# nanoGPT's CPU size, as many parameters each.
-NANOGPT_CPU = {
-    "certified": "experiment=nanogpt_cpu_causal",
-    "coupling": "experiment=nanogpt_cpu model=reversible model.num_heads=8 model.d_ff=490",
-    "twin": "experiment=nanogpt_cpu model=dot_product model.num_heads=8",
-}
-
-
-def nanogpt_cpu(kind: str, num_layers: int, part: int = 1) -> ModelConfig:
-    """A model of nanoGPT's CPU size at a depth, or with one part of the width and the heads."""
-    size = load_config(NANOGPT_CPU[kind].split()).model
-    return replace(
-        size, num_layers=num_layers, d_model=size.d_model // part,
-        num_heads=size.num_heads // part, d_ff=size.d_ff and size.d_ff // part,
-    )  # fmt: skip
 
 
 def call(program: str, *words: str) -> None:

@@ -1,6 +1,6 @@
 """What every study is made of, and the runner that makes one restartable, recorded and comparable.
 
-A study is a module of this package with the parts of :class:`Study`; studies/memory.py is one.
+A study is a module of this package with the parts of :class:`Study`; studies/tightness.py is one.
 ``python -m studies`` finds it by its class ``Options`` and the first line of its docstring.
 
 A row is written as soon as its case is measured; the next start measures only the cases without a

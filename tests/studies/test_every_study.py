@@ -12,7 +12,6 @@ import torch
 
 from invformer.config.load import load_config
 from studies import __main__ as listing
-from studies import memory
 from studies.report import Outcome, panels
 from studies.study import main
 from tests.support.processes import ROOT
@@ -33,8 +32,6 @@ SMALL = {
     "attention_distribution": f"{MODEL} {SHORT} data.val_characters=200 layer_sizes=[5] "
     "num_seeds=1 weights=[0.1]",
     "breaking": "",
-    "coupling": f"models=[CERTIFIED] depths=[1] num_steps=2 num_windows=2 num_jacobians=1 "
-    f"{SHORT} data.val_characters=190",
     "damage": "models=[CERTIFIED,TWIN] bits=[4] noise=[2] dropped=[1] num_windows=1",
     "depth_stability": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} "
     "data.val_characters=200 kinds=[dot_product,l2,certified]",
@@ -47,12 +44,9 @@ SMALL = {
     "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
     "mass_splitting": "num_measures=9",
     "mean_field": "",
-    "memory": "depths=[1] batch_size=2 repeats=1",
     "price": f"kinds=[certified] budgets=[2] rates=[0.01] val_every=1 overrides=[{RUN},"
     "model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
-    "quantised": "models=[CERTIFIED,TWIN] bits=[32,4] num_windows=2 scored=1000",
     "search": "lengths=[8,12] vocabularies=[9,30] num_places=2 d_model=16",
-    "steering": "models=[CERTIFIED] strengths=[0,0.5,1] num_windows=2 num_averaged=8 mark=7",
     "tightness": "sizes=[10,20] num_starts=4 num_steps=50",
     "whole_network": f"{MODEL.replace('d_model=12', 'd_model=24')} {SHORT} totals=[2,10] "
     "num_windows=3 pgd_steps=3",
@@ -89,8 +83,6 @@ def _small(monkeypatch, command, without_plots) -> None:
     monkeypatch.setattr("studies.at_size.call", call)
     monkeypatch.setattr("studies.kinds.call", call)
     monkeypatch.setattr("studies.growth.GPT2_WIDTH", 96)  # not 768
-    here = replace(memory.STUDY, measure=lambda case, device: memory.measured(case))
-    monkeypatch.setattr(memory, "STUDY", here)
 
 
 @pytest.mark.usefixtures("_small")

@@ -1,4 +1,4 @@
-"""Texts from states: one position at a time, damaged, steered, and maps that are inverted."""
+"""Texts from states: one position at a time, damaged, and maps that are inverted."""
 
 import math
 from dataclasses import replace
@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from invformer.errors import ConfigurationError
 from invformer.numerics.norms import Norm
 from invformer.trained.states import perturb
-from studies import damage, invertibility, memory, quantised, states, steering
+from studies import damage, invertibility, states
 from tests.support import builders
 from tests.support.problems import dense_jacobian
 
@@ -86,46 +85,6 @@ def test_fine_rounding_costs_nothing_and_under_heavy_noise_nothing_proven_is_wro
     assert worst.search < 1
     assert worst.wrong == worst.proven == 0
     assert (clean.beyond_radius, worst.beyond_radius) == (0, 1)
-
-
-@pytest.mark.usefixtures("certified")
-def test_a_change_of_text_meets_texts_at_both_ends_and_no_random_one_does() -> None:
-    def farthest(vector: steering.Vector, strength: float) -> float:
-        return steering.measure(
-            steering.Case("ours", vector, strength, "a", 3, 8, 0), torch.device("cpu")
-        ).largest
-
-    assert farthest("text", 0.0) < 1e-3
-    assert farthest("text", 1.0) < 1e-3 < farthest("text", 0.5)
-    assert 1e-3 < farthest("random", 0.1) < farthest("random", 1.0)
-
-
-def test_a_mark_without_meaning_and_a_model_without_inverse_are_refused(certified) -> None:
-    with pytest.raises(ConfigurationError, match="mark: 'ab' is not a character"):
-        steering.Options(mark="ab")
-    with pytest.raises(ConfigurationError, match="mark: all texts or none"):
-        steering.measure(
-            steering.Case("ours", "mean difference", 1.0, "a", 3, 1, 0), torch.device("cpu")
-        )
-    with pytest.raises(ConfigurationError, match="no inverse"):
-        states.undoing(builders.baseline())
-
-
-def test_a_certificate_that_fails_fails_the_verdict() -> None:
-    def outcome(bound: float, proven: float) -> str:
-        result = quantised.Result("certified", 1.0, 1.8, bound, 0.5, 1.0, proven)
-        return quantised.summarise([(quantised.Case("a", 4, 1, None, 0), result)]).outcome
-
-    assert outcome(0.5, 1.0) == "reproduced"
-    assert outcome(0.51, 1.0) == outcome(0.5, 0.9) == "not reproduced"
-
-
-@pytest.mark.parametrize("kind", memory.KINDS)
-def test_recomputing_by_checkpoint_or_inverse_gives_the_stored_gradient(kind: str) -> None:
-    case = memory.Case(kind, 2, "store", 2, 1, 0, None)
-    assert memory.measured(case).gradient_error == 0
-    assert memory.measured(replace(case, strategy="checkpoint")).gradient_error < 1e-6
-    assert memory.measured(replace(case, strategy="inverse")).gradient_error < 1e-3
 
 
 CPU = torch.device("cpu")
