@@ -1,34 +1,38 @@
 """Text back from damaged states: what comes back, and what is proven.
 
 The top states of validation windows are rounded, made noisy, or lose channels. The text is sought
-by the inverse of all positions at once, by trying every symbol at every position, and by trying the
-few candidates that the inverse and the Jacobian of one position choose.
+by the inverse of all positions at once, and by trying every symbol at every position, as
+``invert.py`` does.
 
 Proven is what :func:`.prefix_margins` proves of the text found by trying every symbol, if it is
 known how far a state or its entries may be off: no other text has such states. Damage is beyond the
 radius if a true state is not within m − δ of the one given (docs/numerics.md, 19), which needs no
 such knowledge.
 
-Verdict: no character with a proof is wrong, and where every symbol recovers at least 99 % of the
-characters, the few candidates recover as many, within 1 %.
+Verdict: no character with a proof is wrong.
 """
 
 import math
 from dataclasses import dataclass
-from statistics import fmean
+from functools import lru_cache
 from typing import Any
 
 import torch
+from jaxtyping import Integer
 from torch import Tensor
 
+import invformer
 from invformer.config.section import option
+from invformer.data.corpora import read_corpus
+from invformer.nn.coupling import CouplingStack
+from invformer.nn.proof import certify
 from invformer.proofs.prefix_margins import prefix_margins
+from invformer.trained.model import TrainedModel, preimage_of
 from invformer.trained.states import perturb
 from studies.report import Figure, Rows, Summary, by, curves, look_of, panels, table, values
-from studies.states import SLACK, decode, kind_of, trained, undoing, windows
 from studies.study import Study, StudyOptions, case_of, program
 
-ALL = 0.99  # of the characters
+SLACK = 1e-9  # more than what float64 rounds in a state
 
 
 @dataclass(kw_only=True)
@@ -42,7 +46,6 @@ class Options(StudyOptions):
     )
     dropped: list[int] = option([1, 4, 32], "channels that are set to zero", "[1, 1e5]")
     num_windows: int = option(4, "windows of the validation split", "[1, 1e5]")
-    num_candidates: int = option(8, "symbols tried at a position", "[1, 1e6]")
 
 
 @dataclass(frozen=True)
@@ -53,23 +56,20 @@ class Case:
     damage: str
     level: float
     num_windows: int
-    num_candidates: int
     seed: int
 
 
 @dataclass(frozen=True)
 class Result:
-    """Shares of characters; None: no inverse."""
+    """Shares of characters."""
 
     name: str
-    at_once: float | None
-    few: float | None
+    at_once: float | None  # without an inverse None
     search: float
     proven: float
     wrong: float  # proven, though they are not those of the text
     beyond_radius: float  # how often the damage exceeds the radius of the prefix margins
     margin: float  # median of m_i, of the states' root mean square length
-    passes: float | None  # forward passes a character, by few candidates
 
 
 def cases(options: Options) -> list[Case]:
@@ -82,6 +82,23 @@ def cases(options: Options) -> list[Case]:
         for model in options.models
         for damage, level in damages
     ]
+
+
+@lru_cache(maxsize=4)
+def trained(folder: str) -> TrainedModel:
+    """The model of a run folder, in float64."""
+    model = invformer.load(folder, "cpu")
+    model.network.double()
+    return model
+
+
+@lru_cache(maxsize=4)
+def windows(folder: str, count: int) -> Integer[Tensor, "windows tokens"]:
+    """Windows spread evenly over the validation split of the model's own text."""
+    model = trained(folder)
+    text = model.vocabulary.encode(read_corpus(model.config.data).split("val")).long()
+    whole = text.unfold(0, model.network.seq_len, model.network.seq_len)
+    return whole[torch.linspace(0, len(whole) - 1, count).long()]
 
 
 def damaged(z: Tensor, case: Case) -> tuple[Tensor, dict[str, Any]]:
@@ -105,37 +122,27 @@ def damaged(z: Tensor, case: Case) -> tuple[Tensor, dict[str, Any]]:
 
 @torch.no_grad()
 def measure(case: Case, device: torch.device) -> Result:
-    """Damage the states, decode them in three ways, and prove the best."""
+    """Damage the states, and recover and prove the text."""
     network, tokens = trained(case.model).network, windows(case.model, case.num_windows)
-    name = kind_of(network)
     clean = network.stack(network.embedding(tokens))
     z, known = damaged(clean, case)
-    off = known.get("entries_within")
-    search = decode(network, z, None, off)
-    at_once = few = passes = None
-    if name != "twin":
-        x = undoing(network, throw=True)(z)
-        at_once = share(network.embedding.nearest_tokens(x) == tokens)
-        found = [
-            decode(network, z[i : i + 1], case.num_candidates, None if off is None else off[[i]])
-            for i in range(len(z))
-        ]
-        few = share(torch.cat([one.tokens for one in found]) == tokens)
-        passes = sum(one.passes for one in found) / tokens.numel()
-    evidence = prefix_margins(network, search.tokens, z, unknown=None, **known)
-    right = search.tokens == tokens
+    certificate = certify(network) if network.is_invertible else None
+    preimage, *_ = preimage_of(z, network, network.weights(), certificate)
+    nearest = network.embedding.nearest_tokens(preimage)
+    evidence = prefix_margins(network, nearest, z, unknown=None, fit=True, **known)
+    right = evidence.tokens == tokens
     moved = (z - clean).norm(dim=-1) + SLACK
     within = (moved < evidence.margin - evidence.distance).cumprod(-1)
+    is_coupling = isinstance(network.stack, CouplingStack)
+    name = "coupling" if is_coupling else "certified" if network.is_invertible else "twin"
     return Result(
         name=name,
-        at_once=at_once,
-        few=few,
+        at_once=None if name == "twin" else share(nearest == tokens),
         search=share(right),
         proven=share(evidence.proven),
         wrong=share(evidence.proven & ~right),
         beyond_radius=1 - share(within),
         margin=(evidence.margin.median() / clean.norm(dim=-1).square().mean().sqrt()).item(),
-        passes=passes,
     )
 
 
@@ -145,22 +152,15 @@ def share(which: Tensor) -> float:
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """For every model what is wrong, and what few candidates lose."""
-    findings = []
-    for name, group in by(rows, "name").items():
-        wrong = sum(values(group, "wrong"))
-        findings.append((wrong == 0, f"{name}: share of characters proven and wrong {wrong:g}"))
-        if few := [r for _, r in group if r.few is not None and r.search >= ALL]:
-            lost = max(r.search - (r.few or 0.0) for r in few)
-            passes = fmean(r.passes or math.nan for r in few)
-            words = f"few candidates lose {lost:.2%} at most, {passes:.1f} passes a character"
-            findings.append((lost <= 0.01, f"{name}: {words}"))
+    """Whether something proven is wrong."""
+    wrong = {name: sum(values(group, "wrong")) for name, group in by(rows, "name").items()}
+    words = "share of characters proven and wrong"
+    findings = [(found == 0, f"{name}: {words} {found:g}") for name, found in wrong.items()]
     return Summary(table(rows), findings)
 
 
 SHARES = {
     "at_once": "recovered, all positions at once",
-    "few": "recovered, few candidates a position",
     "search": "recovered, every symbol tried",
     "proven": "proven: no other text rounds to these states",
 }

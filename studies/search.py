@@ -21,16 +21,18 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
 
 from invformer.assemble.model import build_model
+from invformer.branches.in_ball.attention import BoundedAttention
 from invformer.config.schema import ModelConfig
 from invformer.config.section import option
 from invformer.nn.proof import certify
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.l2_attention import merge_heads
 from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table, values
-from studies.states import Prefix, smallest
 from studies.study import Study, StudyOptions, grid, program
 
 Method = Literal["inverse", "random", "gradient"]
@@ -130,11 +132,62 @@ def nearest_symbols(model: CharTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
     return symbols[..., 0], distances[..., 1]
 
 
+class Prefix:
+    """A text that is known up to a position, and the states of what may come next.
+
+    Every attention keeps the keys and values of the known symbols, so that a candidate for the next
+    position costs one token's pass through the stack. ``length`` symbols are known, and branches
+    have been evaluated for ``branch_rows`` tokens.
+    """
+
+    def __init__(self, model: CharTransformer) -> None:
+        self.model, self.weights, self.length, self.branch_rows = model, model.weights(), 0, 0
+        self.past: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.latest: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def passes(self) -> float:
+        """``branch_rows`` in forward passes of one token."""
+        return self.branch_rows / (2 * len(self.model.stack.blocks))
+
+    def embed(self, symbols: Integer[Tensor, "candidates"]) -> Float[Tensor, "1 candidates width"]:
+        """The stack's input for candidates of the next symbol."""
+        return self.model.embedding(symbols[:, None], self.length).transpose(0, 1)
+
+    def states(self, x: Float[Tensor, "1 candidates width"]) -> Tensor:
+        """The top states of candidates for the next position, given as the stack's input."""
+        return self.model.through_stack(x, self.branch, self.weights)
+
+    def append(self, symbol: Integer[Tensor, "1"]) -> None:
+        """Take the next symbol as known."""
+        self.states(self.embed(symbol))
+        for branch, new in self.latest.items():
+            known = self.past.get(branch, tuple(t[:, :, :0] for t in new))
+            self.past[branch] = torch.cat([known[0], new[0]], 2), torch.cat([known[1], new[1]], 2)
+        self.length += 1
+
+    def branch(self, layer: Any, x: Tensor, of_layer: Any) -> Tensor:
+        """The branch of one layer for every candidate behind the known symbols."""
+        self.branch_rows += x.shape[1]
+        branch, weights = layer.branch, of_layer.branch
+        if not isinstance(branch, BoundedAttention):
+            return branch(x, weights)
+        q, k, v = branch.in_ball(x, weights)
+        q = q * weights.temperature[:, None, None]
+        self.latest[branch] = k, v
+        keys, values = self.past.get(branch, (k[:, :, :0], v[:, :, :0]))
+        to_itself = (q * k).sum(-1, keepdim=True)
+        bias = branch.position.last_rows(1, self.length + 1).to(q)
+        p = (torch.cat([q @ keys.mT, to_itself], -1) + bias).softmax(-1)
+        y = merge_heads(p[..., :-1] @ values + p[..., -1:] * v)
+        return y @ weights.g.flatten(-3, -2)
+
+
 def by_search(model: CharTransformer, text: Tensor, z: Tensor, case: Case) -> Result:
     """Some positions, each behind the true symbols; time and passes are scaled to all."""
     search = by_random_order if case.method == "random" else by_gradient
     places = torch.linspace(0, case.length - 1, min(case.num_places, case.length)).long().tolist()
-    prefix, generator = Prefix(model, 1), torch.Generator().manual_seed(case.seed)
+    prefix, generator = Prefix(model), torch.Generator().manual_seed(case.seed)
     seconds, passes, right = 0.0, 0.0, 0
     for place in range(case.length):
         if place in places:
@@ -150,36 +203,37 @@ def by_search(model: CharTransformer, text: Tensor, z: Tensor, case: Case) -> Re
 
 def by_random_order(prefix: Prefix, target: Tensor, generator: torch.Generator) -> Tensor:
     """The first symbol whose state is the target, 256 at a time."""
-    return first_fitting(prefix, torch.randperm(prefix.vocab_size, generator=generator), target)
+    vocab_size = prefix.model.head.out_features
+    return first_fitting(prefix, torch.randperm(vocab_size, generator=generator), target)
 
 
 def first_fitting(prefix: Prefix, order: Tensor, target: Tensor) -> Tensor:
     """The first symbol in an order of them whose state is the target; −1 if none is."""
-    for some in order[None].split(TOGETHER, dim=1):
+    for some in order.split(TOGETHER):
         apart = (prefix.states(prefix.embed(some)) - target).norm(dim=-1)
         if bool(apart.min() <= FITS * target.norm()):
-            return some[0, apart.argmin()]
+            return some[apart.argmin()]
     return torch.tensor(-1)
 
 
 def by_gradient(prefix: Prefix, target: Tensor, generator: torch.Generator) -> Tensor:
     """Descend on ½‖F(e) − z‖² and try the nearest symbol that has not been tried."""
-    table, symbols = prefix.model.embedding.token.weight, torch.arange(prefix.vocab_size)[None]
-    zero = prefix.embed(symbols[:, :1]) - prefix.pad(table[:1])
-    e, tried = table.mean(0, keepdim=True)[None], torch.zeros(prefix.vocab_size)
+    embedding = prefix.model.embedding
+    table, room = embedding.token.weight, (0, embedding.padding)
+    zero = prefix.embed(torch.tensor([0])) - nn.functional.pad(table[:1], room)
+    e, tried = table.mean(0, keepdim=True)[None], torch.zeros(len(table))
     for _ in range(DESCENTS):
         with torch.enable_grad():
             e = e.detach().requires_grad_()
-            away = prefix.states(zero + prefix.pad(e)) - target
+            away = prefix.states(zero + nn.functional.pad(e, room)) - target
             (gradient,) = torch.autograd.grad(away.square().sum() / 2, e)
         prefix.branch_rows += 2 * 2 * len(prefix.model.stack.blocks)  # a backward pass is two
         e = e - RATE * gradient
-        apart = (table - e[0]).norm(dim=-1)[None] + tried
-        guess = smallest(apart, 1)
+        guess = ((table - e[0]).norm(dim=-1) + tried).argmin()[None]
         tried[guess] = torch.inf
         if bool((prefix.states(prefix.embed(guess)) - target).norm() <= FITS * target.norm()):
             return guess
-    rest = torch.randperm(prefix.vocab_size, generator=generator)
+    rest = torch.randperm(len(table), generator=generator)
     return first_fitting(prefix, rest[tried[rest] == 0], target)
 
 

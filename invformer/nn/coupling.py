@@ -32,15 +32,11 @@ class CouplingBlock(PreNormBlock):
         y1 = x1 + apply(self.attention, x2)
         return torch.cat([y1, x2 + apply(self.feed_forward, y1)], dim=-1)
 
-    def inverse(
-        self,
-        y: Tokens,
-        apply: Callable[[PreNormBranch, Tokens], Tokens] = lambda branch, x: branch(x),
-    ) -> Tokens:
-        """The x with ``self.compose(x, apply) = y``, up to rounding; by default without dropout."""
+    def inverse(self, y: Tokens) -> Tokens:
+        """The x with ``self(x) = y``, without dropout and up to rounding."""
         y1, y2 = y.chunk(2, dim=-1)
-        x2 = y2 - apply(self.feed_forward, y1)
-        return torch.cat([y1 - apply(self.attention, x2), x2], dim=-1)
+        x2 = y2 - self.feed_forward(y1)
+        return torch.cat([y1 - self.attention(x2), x2], dim=-1)
 
 
 class CouplingStack(PreNormStack):
