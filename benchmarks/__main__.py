@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"],
                         help="default: the CPU, then a GPU if there is one")  # fmt: skip
     parser.add_argument("--kernel", default="auto",
-                        choices=["auto", "math", "native", "blocked", "sdpa", "triton"],
+                        choices=["auto", "math", "native", "sdpa", "triton"],
                         help="what the attention of all models but plain runs on")  # fmt: skip
     parser.add_argument("--compile", action="store_true",
                         help="training steps with compiled blocks, and nothing else")  # fmt: skip

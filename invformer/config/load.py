@@ -48,8 +48,8 @@ from invformer.errors import ConfigurationError
 
 Config = TypeVar("Config", bound=Root)
 
-# What earlier versions wrote into every configuration, with the one value that is left.
-RETIRED = {"trainer.strategy": "ddp"}
+# What files of earlier versions hold and this one does without: typed, it is refused.
+RETIRED = {"trainer.strategy": "ddp", "model.attention_kernel": "blocked"}
 YAML = (".yaml", ".yml")  # a name that ends like this is a path
 FIELD_REFERENCE = re.compile(r"\$\{\w+\.\w+\}")
 PACKAGE = Path(__file__).parents[1]

@@ -38,7 +38,7 @@ CorpusName = Literal[
 ]  # fmt: skip
 LoggerName = Literal["wandb", "csv", "tensorboard", "none"]
 AlarmMode = Literal["off", "warn", "stop"]
-Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "triton"]
+Kernel = Literal["auto", "math", "native", "sdpa", "triton"]
 Unknown = Literal["symbol", "refuse"]
 Split = Literal["val", "test", "train"]
 ScoredSplit = Literal["val", "test", "train", "all"]
@@ -66,7 +66,7 @@ class ModelConfig(Section, key="model"):
         0.5, "c, the largest constant of a branch (causal: of its diagonal blocks)", "[1e-6, 1)"
     )
     position_bias: bool = option(True, "add a learned relative position bias to the logits")
-    attention_kernel: Kernel = option("auto", "all but math need memory linear in seq_len")
+    attention_kernel: Kernel = option("auto", "native and triton need memory linear in seq_len")
     activation: Literal["silu", "gelu", "relu", "tanh"] = option("silu", "of the feed-forward")
     diagonal_scaling: bool = option(
         True, "branches contract in a norm with learned channel weights"

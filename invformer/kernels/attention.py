@@ -7,7 +7,6 @@
 |---|---|---|---|---|
 | ``math`` | O(N²) | everything | any | all |
 | ``native`` | O(N) | causal, any bias of the lag | CPU, with a C++ compiler | first, reverse |
-| ``blocked`` | O(N · block) | causal, any bias of the lag | any | all in reverse |
 | ``sdpa`` | O(N), with a bias O(N²) once for all samples | causal | any | first, reverse |
 | ``triton`` | O(N) | causal, any bias of the lag | NVIDIA GPU, with Triton | first, reverse |
 
@@ -29,7 +28,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from invformer.kernels import native, triton_attention
-from invformer.kernels.blocked import blocked_attention
 from invformer.kernels.native_attention import (
     has_tangents,
     native_attention,
@@ -41,12 +39,10 @@ from invformer.numerics.precision import at_least_single, without_autocast
 from invformer.numerics.private import is_transformed
 from invformer.numerics.token_shift import delay
 
-Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "triton"]
+Kernel = Literal["auto", "math", "native", "sdpa", "triton"]
 
 # Up to this length a product of N² is cheaper than the bookkeeping of any other kernel.
 SHORT = 32
-# The gradient of a bias is summed from N² numbers for each sample and head: too many above this.
-LONGEST_MASK = 2048
 # Fused kernels read rows of a multiple of 16 bytes.
 ROW_OF_FLOATS = 4
 
@@ -77,11 +73,7 @@ def attend(q: PerHead, k: PerHead, v: PerHead, bias: LogitBias, kernel: Kernel =
         return logits.softmax(-1) @ v
     if kernel == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, **_mask(bias, q.dtype))
-    if kernel in ("native", "triton"):
-        return _fused(q, k, v, bias, kernel)
-    with without_autocast(q.device):
-        parts = _batched(q) / math.sqrt(q.shape[-1]), _batched(k), _batched(v)
-        return blocked_attention(*parts, _by_lag(bias, q)).view(q.shape).to(q.dtype)
+    return _fused(q, k, v, bias, kernel)
 
 
 def attend_in_ball(
@@ -130,16 +122,12 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
         # [2 k_i/√d, 1]·[k_j, −‖k_j‖²/√d] is the logit, except for a term that is constant in j.
         queries = F.pad(k * (2 / math.sqrt(k.shape[-1])), (0, 1), value=1.0)
         keys = with_lengths(k)
-        if kernel == "sdpa":
-            padding = (0, -keys.shape[-1] % ROW_OF_FLOATS)
-            queries, keys = F.pad(queries, padding), F.pad(keys, padding)
-            # Values as wide as keys, as the fastest kernels want them.
-            mask = _mask(bias, keys.dtype)
-            y = F.scaled_dot_product_attention(queries, keys, keys, scale=1, **mask)
-            y = y[..., : k.shape[-1]]
-        else:
-            y = blocked_attention(queries, keys, k, _by_lag(bias, q))
-    return (y + origin).view(shape).to(dtype)
+        padding = (0, -keys.shape[-1] % ROW_OF_FLOATS)
+        queries, keys = F.pad(queries, padding), F.pad(keys, padding)
+        # Values as wide as keys, as the fastest kernels want them.
+        mask = _mask(bias, keys.dtype)
+        y = F.scaled_dot_product_attention(queries, keys, keys, scale=1, **mask)
+    return (y[..., : k.shape[-1]] + origin).view(shape).to(dtype)
 
 
 def _fused(
@@ -177,20 +165,18 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False, *others
     by_lag = () if bias.by_lag is None else (bias.by_lag,)
     if is_transformed() or has_tangents(q, *others, *by_lag):
         return "math"
-    on_cpu, is_plain = q.device.type == "cpu", bias.is_zero and not l2
+    on_cpu = q.device.type == "cpu"
     if kernel == "auto":
-        short, long = q.shape[-2] <= SHORT, q.shape[-2] > LONGEST_MASK
-        # Accelerators have no fused kernel for float64; longer texts need one of less memory.
-        precise = q.dtype == torch.float64 and (torch.is_grad_enabled() or not (on_cpu or long))
-        plain = precise or short or bias.by_lag is None or not q.numel()
+        # Accelerators have no fused kernel for float64.
+        precise = q.dtype == torch.float64 and (torch.is_grad_enabled() or not on_cpu)
+        plain = precise or q.shape[-2] <= SHORT or bias.by_lag is None or not q.numel()
         if plain or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             return "math"
         if on_cpu and native.occupies_threads(math.prod(q.shape[:-2])) and native.is_available():
             return "native"
-        if not is_plain and triton_attention.can_take(q):
+        if (l2 or not bias.is_zero) and triton_attention.can_take(q):
             return "triton"
-        fits = is_plain or (not on_cpu and (bias.is_zero or not long))
-        return "sdpa" if fits else "blocked"
+        return "sdpa" if bias.is_zero or not on_cpu else "math"
     why = None
     if kernel != "math" and bias.by_lag is None:
         why = "needs a causal mask: choose 'math'"
@@ -201,7 +187,7 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False, *others
     elif kernel == "triton" and not triton_attention.is_available(q.device):
         why = f"cannot run here: {triton_attention.complaint(q.device)}; choose 'auto'"
     elif kernel == "triton" and q.dtype == torch.float64:
-        return "blocked"  # inverses of a model are computed in float64
+        return "math"  # inverses of a model are computed in float64
     elif kernel == "triton" and not triton_attention.can_take(q):
         why = f"takes at most {triton_attention.MOST_CHANNELS} channels a head: choose 'auto'"
     elif kernel in ("native", "sdpa", "triton") and not q.numel():

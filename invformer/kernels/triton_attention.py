@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from invformer.kernels.blocked import sum_by_lag
 from invformer.kernels.native import require
 from invformer.kernels.native_attention import (
     refuse_tangents,
@@ -106,6 +106,14 @@ def triton_attention_backward(
     to = (sums, batch, samples, delta, log_mass, *outer)
     _launch("backward_bias", to, seen, bias, tied, grid=(parts * heads, across))
     return [*gradients, sum_by_lag(sums.sum(0))[:, :tokens].contiguous()]
+
+
+def sum_by_lag(t: Float[Tensor, "heads rows tokens"]) -> Float[Tensor, "heads tokens"]:
+    """Sums along the diagonals i − j of the last rows of a matrix."""
+    heads, rows, tokens = t.shape
+    # Rows one column longer than the distance of their entries: each moves one to the right.
+    padded = F.pad(t.flip(-2), (0, rows)).flatten(1)[:, : rows * (tokens + rows - 1)]
+    return padded.view(heads, rows, -1).sum(1)[:, :tokens].flip(-1)
 
 
 class Tiles(NamedTuple):

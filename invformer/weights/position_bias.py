@@ -8,7 +8,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from invformer.kernels.attention import LogitBias
-from invformer.kernels.blocked import toeplitz
 
 # At first b_h(1), well above b_h(0) = 0 of the token itself, and how fast it falls from there.
 NEAREST = 3.0
@@ -172,3 +171,14 @@ def tables_of(masks: Sequence[VisibilityMask]) -> list[Tensor]:
     tables: list[Tensor] = [mask.table for mask in masks if type(mask) is RelativePositionBias]
     alike = len(tables) == len(masks) and len({table.shape for table in tables}) == 1
     return tables if alike else []
+
+
+def toeplitz(
+    by_lag: Float[Tensor, "*masks heads tokens"], rows: int
+) -> Float[Tensor, "*masks heads rows tokens"]:
+    """The last ``rows`` rows of the matrix b(i − j), −∞ above the diagonal."""
+    if rows == 1:
+        return by_lag.flip(-1).unsqueeze(-2)
+    reversed_lags = nn.functional.pad(by_lag.flip(-1), (0, rows - 1), value=-math.inf)
+    # Contiguous: flip would keep the order of the strides, which is that of the transpose.
+    return reversed_lags.unfold(-1, by_lag.shape[-1], 1).contiguous().flip(-2)

@@ -204,6 +204,8 @@ def test_absent_values_take_their_defaults_and_unknown_ones_are_refused() -> Non
 def test_an_option_that_is_gone_is_read_where_its_value_is_the_one_that_is_left() -> None:
     trainer = {"strategy": "ddp", "devices": 2}
     assert load.from_dict({"trainer": trainer}).trainer.devices == 2
+    assert load.from_dict({"model": {"attention_kernel": "blocked"}}) == train()
+    assert "'blocked' is not auto|math" in refusal("model.attention_kernel=blocked")
     baseline = {"name": "dot_product", "certificate": None, "diagonal_scaling": False}
     assert load.from_dict({"model": baseline}).model.certificate is None  # null is no absent value
     for refused in ({"trainer": {"strategy": "fsdp"}}, {"trainer": {"strategi": "ddp"}}):

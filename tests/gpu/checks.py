@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.gpu.machine import MODELS, PRECISIONS, Machine, Row, at_most, failed, holds
 
-KERNELS = ("auto", "math", "blocked", "sdpa", "triton")
+KERNELS = ("auto", "math", "sdpa", "triton")
 # Relative errors of the loss and of all gradients together, against float64 on the processor.
 LIMITS = {"32-true": (1e-5, 1e-4), "bf16-mixed": (2e-3, 3e-2), "16-mixed": (3e-4, 4e-3)}
 TRAINED = ("contractive_l2", "causal_bounded", "dot_product")

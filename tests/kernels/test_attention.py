@@ -25,7 +25,7 @@ from invformer.weights.position_bias import (
 
 BIASES = {"none": lambda heads, tokens: CausalMask(tokens), "table": RelativePositionBias}
 needs_compiler = pytest.mark.skipif(not native.is_available(), reason=f"{native.complaint()}")
-KERNELS = ["math", pytest.param("native", marks=needs_compiler), "blocked", "sdpa"]
+KERNELS = ["math", pytest.param("native", marks=needs_compiler), "sdpa"]
 FUSED = KERNELS[1:]
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 every_fused_kernel = pytest.mark.parametrize("kernel", FUSED)
@@ -241,10 +241,10 @@ def test_kernels_compile_without_a_graph_break(kernel: str, bias: str) -> None:
     [
         ("cpu", True, "table", True, 20, "math"), ("cpu", True, "table", True, 40, "native"),
         ("cpu", True, "none", False, 64, "native"), ("cpu", False, "table", True, 20, "math"),
-        ("cpu", False, "table", True, 40, "blocked"), ("cpu", False, "none", True, 64, "blocked"),
-        ("cpu", False, "none", False, 64, "sdpa"), ("cpu", False, "table", False, 4096, "blocked"),
+        ("cpu", False, "table", True, 40, "math"), ("cpu", False, "none", True, 64, "sdpa"),
+        ("cpu", False, "none", False, 64, "sdpa"), ("cpu", False, "table", False, 4096, "math"),
         ("meta", True, "table", True, 32, "math"), ("meta", True, "table", True, 33, "sdpa"),
-        ("meta", True, "table", True, 2049, "blocked"), ("meta", True, "none", True, 2049, "sdpa"),
+        ("meta", True, "table", True, 2049, "sdpa"), ("meta", True, "none", True, 2049, "sdpa"),
         ("meta", True, "none", False, 40, "sdpa"),
     ],
 )  # fmt: skip
@@ -260,7 +260,7 @@ def test_auto_is_the_kernel_that_was_measured_fastest(
         assert (attend_l2(q, b) if l2 else attend(q, q, q, b)).shape == q.shape
     elif kernel == "native":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 8)  # most of them would be idle
-        assert choose("auto", q, b, l2) == ("blocked" if l2 else "sdpa")
+        assert choose("auto", q, b, l2) == ("math" if bias == "table" else "sdpa")
 
 
 @needs_compiler
@@ -305,4 +305,4 @@ def test_a_mask_that_is_not_causal_runs_on_the_plain_form_only() -> None:
     expected = attend_l2(q, where.logit_bias(5), "math")
     assert torch.equal(attend_l2(q, where.logit_bias(5)), expected)
     with pytest.raises(ValueError, match="needs a causal mask"):
-        attend_l2(q, where.logit_bias(5), "blocked")
+        attend_l2(q, where.logit_bias(5), "sdpa")

@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 from invformer.kernels import native_attention
 from invformer.kernels.attention import LogitBias, attend, attend_in_ball, attend_l2
-from invformer.kernels.blocked import toeplitz
 from invformer.lipschitz.probe import LipschitzProbe
+from invformer.weights.position_bias import toeplitz
 from tests.kernels.test_attention import every_kernel, needs_compiler
 from tests.support.builders import contractive_model, random_tokens
 

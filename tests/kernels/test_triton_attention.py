@@ -17,7 +17,7 @@ from triton.runtime import interpreter  # type: ignore # noqa: E402
 
 from invformer.kernels import triton_attention as kernel  # noqa: E402
 from invformer.kernels.attention import LogitBias, attend, attend_l2, choose, only  # noqa: E402
-from invformer.kernels.blocked import toeplitz  # noqa: E402
+from invformer.weights.position_bias import toeplitz  # noqa: E402
 
 LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3}
 SIZES = [(40, 8, 3), (64, 16, 2), (130, 40, 1), (160, 64, 1), (70, 72, 2)]
@@ -102,7 +102,7 @@ def test_auto_is_triton_for_distances_or_a_bias() -> None:
     assert choose("auto", q, table) == choose("auto", q, plain, l2=True) == "triton"
     assert choose("auto", q, plain) == "sdpa"
     assert choose("auto", q.double(), table) == "math"
-    assert choose("triton", q.double(), table) == "blocked"
+    assert choose("triton", q.double(), table) == "math"
     assert choose("auto", q.repeat(1, 1, 1, 17), table) == "sdpa"
     with pytest.raises(ValueError, match="at most 128 channels a head: choose 'auto'"):
         choose("triton", q.repeat(1, 1, 1, 17), table)

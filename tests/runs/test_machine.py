@@ -58,7 +58,7 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     kernel, gpu = "model.attention_kernel", "trainer.accelerator=auto"
     refuse(rf"{kernel}: .*CPU.*; pick auto", gpu, f"{kernel}=native")
     refuse(r"no triton here .*NVIDIA.*; pick auto", "trainer.accelerator=cpu", f"{kernel}=triton")
-    for fine in ("auto", "blocked", "math", "sdpa"):
+    for fine in ("auto", "math", "sdpa"):
         refuse_missing_requirements(load_config([gpu, f"{kernel}={fine}"]))
 
 
