@@ -7,7 +7,7 @@ the head's row of character y. All in float64, rounded down.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import divide
-from studies.report import Axes, look_of
 
 INWARD = 1 - 1e-12  # a radius is rounded down, a perturbation stays inside its ball
 ROUNDING = 1e-11  # of the logits in float64, relative to the largest: no margin below it counts
@@ -63,13 +62,6 @@ def attacked(
         for multiple in MULTIPLES
     ]
     return radii[correct].median().item() if correct.any() else math.nan, flips
-
-
-def draw_flips(axes: Axes, index: int, label: str, flips: Sequence[float]) -> None:
-    """The share of changed predictions against the size of the attack, one of several curves."""
-    axes.plot(MULTIPLES, flips, label=label, **look_of(index))
-    axes.set(xscale="log", xlabel="size of the attack, in certified radii")
-    axes.set(ylabel="share of attacked predictions that changed")
 
 
 def attack_at_radius(

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,16 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, CorpusName, DataConfig, ModelConfig, OptimConfig
+from invformer.config.schema import MANY, CorpusName, DataConfig, ModelConfig
 from invformer.config.section import Section, option
 from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import TrainingWindows
 from invformer.errors import DataError
-from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer
-from invformer.training.optimizers import build_optimizer, warmup_cosine
 from invformer.weights.spectral import refresh_normalisers, set_manual_refresh
 from studies.layer_bounds import Layer
 from studies.study import StudyOptions, progress
@@ -73,13 +71,6 @@ class TextConfig(Section, key="data"):
         return named | {"sha256": text.sha256}
 
 
-@dataclass(kw_only=True)
-class WholeTextConfig(TextConfig):
-    """The text, whose validation split is scored whole."""
-
-    val_characters: int | None = option(None, "as above", "[2, 1e9]")
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextCase:
     """What every case on a text has: the text, by name and content, and a seed."""
@@ -111,11 +102,6 @@ class Text:
     test: Integer[Tensor, " test_characters"]
     vocab_size: int
     sha256: str
-
-    @cached_property
-    def ngram_nats(self) -> float:
-        """Nats per character of the validation text under a 5-gram of the training text."""
-        return witten_bell_nats(self.train, self.val, vocab_size=self.vocab_size)
 
     def windows(
         self, seq_len: int, device: torch.device
@@ -178,13 +164,6 @@ class ModelCase(TextCase):
     batch_size: int
     num_steps: int
     lr: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeCase(ModelCase):
-    """The same of a training as ``train.py`` does it; ``muon_lr`` is None without Muon."""
-
-    muon_lr: float | None
 
 
 def new_model(case: ModelCase, **options: Any) -> CharTransformer:
@@ -255,25 +234,6 @@ def train_by_adam(
     return train(
         model, case.text.train, torch.optim.Adam(model.parameters(), lr=case.lr),
         num_steps=case.num_steps, batch_size=case.batch_size, seed=case.seed, penalty=penalty,
-    )  # fmt: skip
-
-
-def train_by_recipe(
-    model: CharTransformer, case: Any, weight_decay: float = 0.0, warmup_steps: int | None = None
-) -> list[float]:
-    """As ``train.py`` trains: Muon or AdamW with warm-up, cosine decay and clipped gradients.
-
-    ``case`` is a :class:`RecipeCase`, or has of its fields those of the text and the training.
-    """
-    how = OptimConfig(name="adamw", lr=case.lr, weight_decay=weight_decay)
-    if case.muon_lr is not None:
-        how = replace(how, name="muon", muon_lr=case.muon_lr)
-    optimiser = build_optimizer(model, how)
-    warmup_steps = warmup_steps or min(100, case.num_steps // 10 + 1)
-    return train(
-        model, case.text.train, optimiser, num_steps=case.num_steps,
-        batch_size=case.batch_size, seed=case.seed, grad_clip=GRAD_CLIP,
-        schedule=warmup_cosine(optimiser, warmup_steps, case.num_steps),
     )  # fmt: skip
 
 
