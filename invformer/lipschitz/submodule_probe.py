@@ -142,11 +142,18 @@ class SubmoduleProbe:
         The second one takes that part of the submodules that mix everything whose gains grew most.
         """
         alike: dict[Any, list[str]] = {}
+        entries: list[str] = []
         for name, tap in taps.levels[level].items():
             y = self.left[name]
+            if self.dims[name] == y.dim():
+                entries.append(name)
+                continue
             alike.setdefault((self.dims[name], y.shape, tap.input_shape, y.dtype), []).append(name)
-        stacks, found, mixing = list(alike.values()), {}, []
-        left = list(map(self._left_of, stacks))
+        stacks, mixing = list(alike.values()), []
+        found = self._step_of_entries(taps, level, entries) if entries else {}
+        if not stacks:
+            return found
+        left = [torch.stack([self.left[name] for name in names]) for names in stacks]
         w, push = taps.pair(level, stacks, left)
         right = list(map(self._turned, stacks, left, w))
         images = push([x for x, *_ in right])
@@ -157,30 +164,31 @@ class SubmoduleProbe:
             found.update(zip(names, torch.maximum(gain, before), strict=True))
             if self.dims[names[0]] == 0:
                 mixing += zip(names, x, image, gain / before, strict=True)
-            if heavy is not None and shift is not None:
-                self._keep(names, image - over(shift, image) * a, heavy, gain)
+            self._keep(names, image - over(shift, image) * a, heavy, gain)
         if mixing:
             found |= self._second_step(taps, level, mixing, part)
         return found
 
-    def _left_of(self, names: list[str]) -> Tensor:
-        """The left vectors of submodules that are alike; 1/√n for what has no group but entries."""
-        vectors = torch.stack([self.left[name] for name in names])
-        if self.dims[names[0]] == vectors.dim() - 1:
-            return torch.full_like(vectors, vectors[0].numel() ** -0.5)
-        return vectors
+    def _step_of_entries(self, taps: Taps, level: int, names: list[str]) -> dict[str, Tensor]:
+        """The largest row of J, which consists of numbers if f maps every entry on its own."""
+        rows = taps.products(level, {name: torch.ones_like(self.left[name]) for name in names})
+        chosen = {}
+        for name in names:
+            sizes, zeros = rows[name], torch.zeros_like(self.left[name])
+            if sizes is not None:
+                largest = norms(sizes, zeros.dim()).argmax()
+                zeros.view(-1)[largest] = 1.0
+            chosen[name] = zeros
+        rows = taps.products(level, chosen)
+        return {
+            name: self.left[name].new_zeros(()) if row is None else row.norm()
+            for name, row in rows.items()
+        }
 
     def _turned(
         self, names: list[str], a: Tensor, w: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Unit vectors x of the right side for w = Jᵀa, weights of their groups, and the shifts.
-
-        One vector of all entries has their derivatives; x is the entry with the largest.
-        """
-        if self.dims[names[0]] == a.dim() - 1:
-            x = torch.zeros_like(w).view(len(names), -1)
-            largest = w.abs().view(len(names), -1).argmax(1, keepdim=True)
-            return x.scatter_(1, largest, 1.0).view_as(w), None, None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Unit vectors x of the right side for w = Jᵀa, weights of their groups, and the shifts."""
         share = torch.stack([self.weights[name] for name in names])
         lengths = longer_than_zero(norms(w, share.dim()))
         heavy = heaviest(lengths / share)

@@ -42,7 +42,8 @@ class Taps:
     def __init__(self, names: dict[nn.Module, str], model: nn.Module, inputs: Any) -> None:
         self.names = names
         self.levels: dict[int, dict[str, Tap]] = {}
-        self.closed = -1
+        # Gates know no more of this object than that: they are in the graph that levels hold.
+        self.closed: set[int] = set()
         self._seen: set[nn.Module] = set()
         self._inside: list[_Entered] = []
         self._depth = 0
@@ -60,7 +61,8 @@ class Taps:
         self, level: int, a: Mapping[str, Tensor], create_graph: bool = False
     ) -> dict[str, Tensor | None]:
         """Jᵀa of submodules of one level, in one backward pass; None where J is zero."""
-        self.closed = level
+        self.closed.clear()
+        self.closed.add(level)
         at = [self.levels[level][name] for name in a]
         with torch.enable_grad():
             w = torch.autograd.grad(
@@ -124,7 +126,7 @@ class Taps:
                 return leaf
             if id(leaf) not in gates:
                 source = leaf if leaf.requires_grad else leaf.detach().requires_grad_()
-                gates[id(leaf)] = Gate.apply(source, self, depth)
+                gates[id(leaf)] = Gate.apply(source, self.closed, depth)
             return gates[id(leaf)]
 
         def entered(argument: Any) -> Any:
@@ -157,12 +159,13 @@ class Gate(torch.autograd.Function):
     """The identity, whose backward pass ends here while its level is closed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, taps: Taps, level: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, closed: set[int], level: int) -> Tensor:
         """A copy, which the submodule may overwrite."""
-        ctx.taps, ctx.level = taps, level
+        ctx.closed, ctx.level = closed, level
+        ctx.set_materialize_grads(False)  # zeros would run through the whole model
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor | None) -> Any:  # type: ignore[override]
         """The gradient, or nothing."""
-        return (None if ctx.taps.closed == ctx.level else g), None, None
+        return (None if ctx.level in ctx.closed else g), None, None

@@ -1,6 +1,8 @@
 """A probe of any model follows its dense Jacobians while it trains, for two products each."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from invformer.lipschitz import submodule_probe
 from invformer.lipschitz.submodule_probe import SubmoduleProbe
 from invformer.lipschitz.submodules import local_constants
+from invformer.lipschitz.taps import Taps
 from tests.lipschitz.foreign import dense_constants
 
 TOKENS, WIDTH = 6, 8
@@ -139,6 +143,33 @@ def test_a_later_measurement_is_one_forward_pass() -> None:
     model.token.register_forward_hook(lambda *_: calls.append(1))
     probe.measure()
     assert len(calls) == 1
+
+
+def test_a_measurement_leaves_no_graph_behind(monkeypatch) -> None:
+    kept = []
+
+    class Watched(Taps):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(submodule_probe, "Taps", Watched)
+    probe = SubmoduleProbe(Language(), torch.randint(11, (1, TOKENS)))
+    for _ in range(3):
+        probe.measure()
+    gc.collect()
+    assert kept and not any(taps() for taps in kept)
+
+
+def test_products_inside_end_where_their_submodules_begin() -> None:
+    entered, x = [], torch.randn(2, 4)
+    first, second = Product(torch.eye(4)), nn.Tanh()
+    model = nn.Sequential(first, nn.Sequential(second))
+    taps = Taps({model[1]: "1", second: "1.0", first: "0"}, model, (x,))
+    edge = taps.levels[0]["0"].output.node
+    edge.register_prehook(lambda given: entered.extend(g for g in given if g is not None))
+    taps.products(1, {"1.0": torch.ones(2, 4)})
+    assert not entered
 
 
 def test_a_restored_probe_goes_on_to_the_bit() -> None:
