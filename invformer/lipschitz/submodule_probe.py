@@ -185,9 +185,7 @@ class SubmoduleProbe:
             for name, row in rows.items()
         }
 
-    def _turned(
-        self, names: list[str], a: Tensor, w: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _turned(self, names: list[str], a: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Unit vectors x of the right side for w = Jᵀa, weights of their groups, and the shifts."""
         share = torch.stack([self.weights[name] for name in names])
         lengths = longer_than_zero(norms(w, share.dim()))
