@@ -18,7 +18,10 @@ import torch
 from studies.report import Figure, Rows, Summary, by, curves, look_of, mean, panels, values
 from studies.runs import call, validations
 
-Kind = Literal["certified", "eight_blocks", "eight_heads", "token_max", "plain", "twin"]
+Kind = Literal[
+    "certified", "eight_blocks", "eight_heads", "together", "token_max", "plain", "twin",
+    "twin_of_eight_blocks",
+]  # fmt: skip
 ALLOWED = 0.01  # nats
 TWIN = "twin"
 KINDS = {
@@ -29,9 +32,14 @@ KINDS = {
     # Half the heads, and so a shorter step.
     "eight_heads": "experiment=nanogpt_cpu_causal model.num_heads=8 model.d_model=128"
     " model.d_ff=520",
+    # What helped alone: eight blocks, eight heads at width 128, a larger c.
+    "together": "experiment=nanogpt_cpu_causal model.num_layers=8 model.num_heads=8 model.d_head=8"
+    " model.d_model=128 model.d_ff=260 model.lipschitz_target=0.9",
     "token_max": "experiment=nanogpt_cpu",  # branches ≤ 0.5
     "plain": "experiment=nanogpt_cpu_causal model.diagonal_scaling=false",  # Euclidean norm
     TWIN: "experiment=nanogpt_cpu model=dot_product model.num_heads=8 model.activation=gelu",
+    "twin_of_eight_blocks": "experiment=nanogpt_cpu model=dot_product model.num_heads=8"
+    " model.activation=gelu model.num_layers=8 model.d_model=88 model.d_ff=384",
 }
 QUIET = "logger=none monitor.enabled=false trainer.progress=false trainer.sample_length=0"
 

@@ -129,7 +129,12 @@ def test_every_study_has_valid_options_and_columns_of_different_names(name: str)
         ("whole_network", "data.max_characters=9000 seq_len=5000", 3, "make 0 windows of 5000"),
         ("whole_network", "data.max_characters=9000 seq_len=8500", 3, "seq_len=8500: the"),
         ("growth", "checkpoint=/nowhere", 4, "/nowhere"),
-        ("price", "kinds=[other]", 2, "'[other]' is not [certified|eight_blocks|eight_heads|token"),
+        (
+            "price",
+            "kinds=[other]",
+            2,
+            "'[other]' is not [certified|eight_blocks|eight_heads|together",
+        ),
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
         ("tightness", "sizes=[]", 2, "leave no case"),
     ],
