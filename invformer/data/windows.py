@@ -2,9 +2,9 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Integer
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from invformer.data.tokens import Tokens
 
-LISTED_WINDOWS = 1 << 24  # the order of more windows is computed, not kept as a list
-SPREAD = 0x5851F42D  # an odd number below 2³¹ whose bits look random
 Windows = Integer[Tensor, "batch seq_len"]
 Batch = tuple[Windows, Windows]
 
@@ -25,39 +23,15 @@ def first_sequences(tokens: Tokens, seq_len: int, count: int) -> Windows:
     return tokens[: count * length].long().view(count, length)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def epoch_order(
     num_characters: int, num_windows: int, seed: int, epoch: int
-) -> tuple[int, Callable[[Tensor], Tensor]]:
+) -> tuple[int, Integer[Tensor, "windows"]]:
     """Where an epoch cuts the ring and the order of its windows, from (seed, epoch) alone."""
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
     offset = int(torch.randint(num_characters, (), generator=generator))
-    if num_windows <= LISTED_WINDOWS:
-        return offset, torch.randperm(num_windows, generator=generator).__getitem__
-    keys = torch.randint(1 << 31, (4,), generator=generator).tolist()
-    return offset, partial(shuffled, size=num_windows, keys=keys)
-
-
-def shuffled(index: Integer[Tensor, "n"], size: int, keys: Sequence[int]) -> Integer[Tensor, "n"]:
-    """Where a permutation of 0 … size − 1 puts some of them; it is never held in memory.
-
-    A Feistel network permutes the numbers of 2k bits, of which at least a quarter are below size.
-    It is applied again to those that leave the range, until they are back.
-    """
-    half = ((size - 1).bit_length() + 1) // 2
-    mask = (1 << half) - 1
-
-    def permuted(number: Tensor) -> Tensor:
-        left, right = number >> half, number & mask
-        for key in keys:
-            left, right = right, left ^ (((right ^ key) * SPREAD >> 24) & mask)
-        return left << half | right
-
-    index = permuted(index)
-    while (outside := index >= size).any():
-        index = permuted(index).where(outside, index)
-    return index
+    return offset, torch.randperm(num_windows, generator=generator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +70,7 @@ class TrainingWindows:
         for epoch in range(first // num_windows, int(order[-1]) // num_windows + 1):
             offset, permutation = epoch_order(len(self.tokens), num_windows, self.seed, epoch)
             here = order.div(num_windows, rounding_mode="floor") == epoch
-            starts[here] = offset + self.seq_len * permutation(order[here] % num_windows)
+            starts[here] = offset + self.seq_len * permutation[order[here] % num_windows]
         positions = (starts[:, None] + torch.arange(self.seq_len + 1)) % len(self.tokens)
         windows = self.tokens[positions].long()
         return windows[:, :-1], windows[:, 1:]
