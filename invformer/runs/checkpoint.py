@@ -18,9 +18,9 @@ from torch import Tensor
 
 from invformer.config.load import from_dict
 from invformer.config.schema import SavedPath, TrainConfig
-from invformer.errors import CheckpointError, ConfigurationError
+from invformer.errors import CheckpointError, ConfigurationError, NonFiniteError, StorageError
 from invformer.runs import encoding
-from invformer.runs.files import PARTIAL, read_regular
+from invformer.runs.files import PARTIAL, make_folder, read_regular, sync_folder, write_new
 from invformer.runs.packed import BITS, unpacked
 from invformer.runs.run_log import MAX_STEP
 
@@ -314,3 +314,52 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def encode(
+    metadata: dict[str, Any], weights: Mapping[str, Tensor], state: dict[str, Any]
+) -> dict[str, bytes]:
+    """The files of a checkpoint, but for its manifest.
+
+    Args:
+        metadata: what :func:`open_checkpoint` requires, and provenance.
+        weights: the model's parameters and buffers by name.
+        state: see ``STATE_KEYS`` and ``LEARNING``; plain values and tensors.
+
+    Raises:
+        NonFiniteError: a weight or the optimiser's state is not finite.
+    """
+    plain, tensors = encoding.pack(state)
+    if name := encoding.first_non_finite({**weights, **must_be_finite(tensors)}):
+        raise NonFiniteError.at(metadata["step"], f"{name} is not finite and is not saved")
+    return {
+        MODEL: encoding.dump(metadata),
+        WEIGHTS: encoding.to_bytes(weights),
+        STATE: encoding.dump(plain),
+        STATE_TENSORS: encoding.to_bytes(tensors),
+    }
+
+
+def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
+    """Make a directory of files and their manifest, on the disk; StorageError leaves nothing."""
+    partial = target.with_name(PARTIAL + target.name)
+    try:
+        make_folder(target.parent)
+        partial.mkdir(exist_ok=True)
+        for name, content in files.items():
+            write_new(partial / name, content)
+        write_new(partial / MANIFEST, manifest_of(files))
+        sync_folder(partial)
+        os.rename(partial, target)
+        sync_folder(target.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StorageError(
+            f"{target}: cannot be written ({error.strerror}); earlier checkpoints are kept"
+        ) from error
+
+
+def manifest_of(files: Mapping[str, bytes]) -> bytes:
+    """The manifest of files with these contents."""
+    records = {name: record_of(content) for name, content in files.items()}
+    return encoding.dump({"format": "invformer checkpoint", "version": 1, "files": records})

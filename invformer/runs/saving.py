@@ -15,14 +15,20 @@ from torch import Tensor
 
 from invformer.errors import CheckpointError, Interrupted, StorageError
 from invformer.processes.contained import in_background
-from invformer.runs.checkpoint import CHANGES, keep_only, name_for, open_checkpoint
+from invformer.runs.checkpoint import (
+    CHANGES,
+    encode,
+    keep_only,
+    name_for,
+    open_checkpoint,
+    write_directory,
+)
 from invformer.runs.files import require_lock
 from invformer.runs.resume import (
     follow_schedule,
     require_own_state,
     take_settings,
 )
-from invformer.runs.writing import encode, write_directory
 
 GRACE = 60.0  # seconds for writing the last checkpoint of a run that fails
 DATA = "TextDataModule"  # Lightning's key for the sampler's position

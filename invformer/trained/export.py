@@ -16,10 +16,9 @@ from invformer.nn.certificate import Certificate
 from invformer.nn.transformer import CharTransformer
 from invformer.report.card import model_card
 from invformer.runs import encoding
-from invformer.runs.checkpoint import MANIFEST, MODEL, PREFIX, WEIGHT_BITS, WEIGHTS, record_of
+from invformer.runs.checkpoint import MANIFEST, MODEL, PREFIX, WEIGHT_BITS, WEIGHTS, manifest_of
 from invformer.runs.files import UNFINISHED_EXPORT, require_new_folder
 from invformer.runs.packed import Rounded, packed
-from invformer.runs.writing import manifest_of
 
 CARD = "README.md"
 # What may be shared of the metadata and of the configuration, beside the seed.
@@ -57,7 +56,7 @@ def write_export(
         MODEL: encoding.dump(metadata | {"certificate": certificate and certificate.to_dict()}),
         WEIGHTS: encoding.to_bytes({PREFIX + n: w for n, w in weights.items()}),
     }
-    manifest = manifest_of({name: record_of(content) for name, content in files.items()})
+    manifest = manifest_of(files)
     card = model_card(network, metadata, certificate, evaluation, name or folder.name)
     files[CARD] = card.encode()
     require_new_folder(folder)

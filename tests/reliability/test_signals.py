@@ -19,7 +19,7 @@ INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
 MODULE = "invformer.training.module"
 STEP, UPDATED = f"{MODULE}:CharLanguageModel.training_step", f"{MODULE}:refresh_normalisers"
 VALIDATION = f"{MODULE}:CharLanguageModel.validation_step"
-WRITE = "invformer.runs.writing:write_new"
+WRITE = "invformer.runs.checkpoint:write_new"
 # Where one run is stopped again and again; each start counts its calls anew.
 PLACES = {
     "twice, the second time while the state is being saved": [(STEP, 3, TERM), (WRITE, 2, INT)],
@@ -127,7 +127,7 @@ WRITES = 9  # files written before the disk is full: one checkpoint, and a part 
 
 def full_after_a_while() -> None:
     """Called in a run before it starts: from some file on, nothing longer than 1 KiB is taken."""
-    from invformer.runs import writing as directory
+    from invformer.runs import checkpoint as directory
 
     without_plots()
     write, written = directory.write_new, []

@@ -19,9 +19,8 @@ from invformer.runs.checkpoint import (
     STATE,
     STATE_TENSORS,
     WEIGHTS,
-    record_of,
+    manifest_of,
 )
-from invformer.runs.writing import manifest_of
 
 Attack = Callable[[Path, Path], str | None]  # (checkpoint, canary) -> another path to open
 
@@ -45,7 +44,7 @@ def flipped(content: bytes) -> bytes:
 def seal(path: Path) -> None:
     """Make the manifest fit the files, as whoever changes them can."""
     there = filter(lambda name: (path / name).exists(), FILES)
-    files = {name: record_of((path / name).read_bytes()) for name in there}
+    files = {name: (path / name).read_bytes() for name in there}
     (path / MANIFEST).write_bytes(manifest_of(files))
 
 

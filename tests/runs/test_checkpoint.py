@@ -17,7 +17,7 @@ from invformer.config.load import from_dict
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError
 from invformer.nn.transformer import CharTransformer
-from invformer.runs import writing as directory
+from invformer.runs import checkpoint as directory
 from invformer.runs.checkpoint import (
     FILES,
     MANIFEST,
@@ -30,8 +30,8 @@ from invformer.runs.checkpoint import (
     read_checkpoint,
     saved_in,
     sweep,
+    write_directory,
 )
-from invformer.runs.writing import write_directory
 from invformer.trained.opening import restored
 from tests.runs.hostile import ATTACKS, Attack, flipped, seal
 from tests.support.saved_runs import NO_STATE, save_run, write_checkpoint

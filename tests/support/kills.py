@@ -29,7 +29,7 @@ PLACES = {
     f"{MODULE}.validation_step": 9,
     f"{MODULE}.on_validation_epoch_end": 3,
     "invformer.runs.json_lines:JsonLinesLogger.save": 24,
-    "invformer.runs.writing:write_new": 15,
+    "invformer.runs.checkpoint:write_new": 15,
     "invformer.runs.files:sync_folder": 6,
     f"{DIRECTORY}:keep_only": 3,
     "os:rename": 4,

@@ -15,7 +15,7 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.evaluation.evaluate import evaluate
 from invformer.evaluation.result import Evaluation
 from invformer.nn.transformer import CharTransformer
-from invformer.runs.writing import encode, write_directory
+from invformer.runs.checkpoint import encode, write_directory
 from invformer.trained.model import opened
 from invformer.trained.opening import find_checkpoint
 
