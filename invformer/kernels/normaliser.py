@@ -7,8 +7,8 @@ a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to 
 * *Gram iteration* (Delattre et al. 2023, arXiv 2305.16173) squares it K − 1 times and bounds the
   largest eigenvalue of the last iterate. Matrix products only: nothing waits for the host.
 * *Trial*: Lanczos finds θ ≤ λ₁(G), and a Cholesky factor of bI − G shows that b, a little above θ,
-  is above λ₁. Where there is none, a larger b is tried, then Gram iteration steps in. Large
-  matrices on a CPU take this way.
+  is above λ₁. Where there is none, a larger b is tried, then Gram iteration steps in. Compiled code
+  (``cpp/normaliser.cpp``) takes this way for large matrices.
 """
 
 import math
@@ -35,7 +35,7 @@ NORMALISER_MARGIN = 1e-5
 RESCALE_EVERY = 3
 # Gram matrices are summed over parts of so many rows: whole products would occupy half a GPU.
 LONGEST_PRODUCT = 512
-# From this size on a trial takes half the time of squarings or less, on a CPU.
+# From this size on a trial takes half the time of squarings or less.
 TRIAL_SIZE = 128
 # Krylov vectors: on matrices from training θ is then within 0.2 % of λ₁, nine times in ten.
 NUM_VECTORS = 32
@@ -113,9 +113,11 @@ def _normalise_together(weights: list[Tensor]) -> list[Normalisation]:
 def _log_norms(weights: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ and the right vectors of all matrices, left vectors of each weight."""
     matrices = [w for batch in weights for w in tall_side(batch)]
-    start = _start(matrices[0])
     if native_matrices.can_take(matrices):
-        lifts = LEAST_LIFT, LARGEST_LIFT
+        start, lifts = None, (LEAST_LIFT, LARGEST_LIFT)
+        if (size := matrices[0].shape[-1]) >= TRIAL_SIZE:  # no structure, and always the same
+            generator = torch.Generator().manual_seed(0)
+            start = torch.randn(size, generator=generator, dtype=torch.float64).to(matrices[0])
         log_norms, rights, lefts = native_matrices.bounds(
             matrices, NUM_SQUARINGS, RESCALE_EVERY, start, NUM_VECTORS, lifts
         )
@@ -123,24 +125,12 @@ def _log_norms(weights: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         return log_norms, rights, [torch.stack([next(each) for _ in batch]) for batch in weights]
     same_shape = [list(each) for _, each in groupby(weights, key=lambda w: w.shape[-2:])]
     tall, grams, log_scale = _grams_of_trace_one([tall_side(torch.cat(w)) for w in same_shape])
-    if start is not None and bool(grams.isfinite().all()):
-        log_bound, rights = _trial(grams, start)
-    else:
-        log_bound, rights = _gram_iteration(grams)
+    log_bound, rights = _gram_iteration(grams)
     lefts = []  # W v/‖W v‖₂
     vectors = rights.unsqueeze(-1).split(list(map(len, tall)))
     for w, v, each in zip(tall, vectors, same_shape, strict=True):
         lefts += _unit((w @ v).squeeze(-1)).split(list(map(len, each)))
     return log_bound / 2 + log_scale, rights, lefts
-
-
-def _start(matrix: Tensor) -> Tensor | None:
-    """What Krylov spaces of such tall matrices begin with; None if these need no trial."""
-    if matrix.device.type != "cpu" or matrix.shape[-1] < TRIAL_SIZE:
-        return None
-    generator = torch.Generator().manual_seed(0)  # no structure, and always the same
-    start = torch.randn(matrix.shape[-1], generator=generator, dtype=torch.float64)
-    return start.to(matrix.dtype)
 
 
 def _as_shaped(weight: Tensor, bound: Tensor, right: Tensor, left: Tensor) -> Normalisation:
@@ -199,65 +189,6 @@ def _wolkowicz_styan(m: Tensor) -> Tensor:
     lost = 8 * torch.finfo(m.dtype).eps * squares if size > 1 else 0
     variance = (squares - size * mean.square()).clamp(min=0) + lost
     return mean + ((size - 1) / size * variance).sqrt()
-
-
-def _trial(g: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """log of a bound b ≥ λ₁(G) that a Cholesky factor of bI − G confirms, and Lanczos's vector.
-
-    Where the residual promised too much, b is the largest that may be; where that fails, squarings.
-
-    A factorisation in working precision of size r goes through for b down to λ₁ less some r
-    roundings, seen up to 2 r ε: b is lifted by as much.
-    """
-    theta, vector, residual = _ritz(g, start)
-    largest = theta * (1 + LARGEST_LIFT)
-    bound = theta * (1 + (residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT))
-    failed = _without_factor(bound, g)
-    again = failed & (bound < largest)
-    bound = bound.where(~again, largest)
-    failed[again] = _without_factor(largest[again], g[again])
-    log_bound = (bound * (1 + 2 * g.shape[-1] * torch.finfo(g.dtype).eps)).log()
-    if bool(failed.any()):
-        log_bound[failed], vector[failed] = _gram_iteration(g[failed])
-    return log_bound, vector
-
-
-def _without_factor(bounds: Tensor, grams: Tensor) -> Tensor:
-    """True where bI − G has no Cholesky factor; one G at a time stays in the cache."""
-    failed = torch.ones(len(grams), dtype=torch.bool)
-    for index, (b, g) in enumerate(zip(bounds, grams, strict=True)):
-        shifted = g.neg()
-        shifted.diagonal().add_(b)
-        failed[index] = torch.linalg.cholesky_ex(shifted).info != 0
-    return failed
-
-
-def _ritz(g: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """θ = vᵀGv of symmetric G, v the leading Ritz vector of a Krylov space, and ‖Gv − θv‖₂.
-
-    The space is that of G ``start``, with an orthonormal basis. θ and the residual are those of v
-    itself, however orthogonal the basis is.
-    """
-    basis, image = g.new_zeros(len(g), NUM_VECTORS, g.shape[-1]), g @ start
-    for s in range(NUM_VECTORS):
-        basis[:, s] = v = _unit(image)
-        image = _rows(v, g)
-        least = 8 * torch.finfo(g.dtype).eps * torch.linalg.vecdot(image, v).abs()
-        for _ in range(2):  # once leaves some rounding
-            image = image - _rows(_rows(image, basis.mT), basis)
-        is_lost = torch.linalg.vector_norm(image, dim=-1) <= least  # what is left is rounding
-        image = image.masked_fill(is_lost[:, None], 0)
-    weights = torch.linalg.eigh(basis @ g @ basis.mT).eigenvectors[:, :, -1:]
-    vector = _unit((weights.mT @ basis).squeeze(-2))
-    image = _rows(vector, g)
-    theta = torch.linalg.vecdot(image, vector)
-    residual = torch.linalg.vector_norm(image - theta[:, None] * vector, dim=-1)
-    return theta, vector, residual
-
-
-def _rows(v: Tensor, m: Tensor) -> Tensor:
-    """vᵀM of every matrix: on a CPU batches of rows cost less than those of columns."""
-    return torch.bmm(v.unsqueeze(-2), m).squeeze(-2)
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
