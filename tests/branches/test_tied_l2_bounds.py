@@ -13,10 +13,10 @@ from invformer.branches.tied_l2 import bounds as contractive
 from invformer.branches.tied_l2 import local_bounds as local
 from invformer.branches.tied_l2.bounds import diagonal_gains, phi_inverses
 from invformer.lipschitz.power_iteration import operator_norm
+from invformer.numerics.l2_attention import attention_weights
 from invformer.numerics.lambert_w import phi_inverse_from_log
 from invformer.numerics.linear_map import linearise
 from invformer.weights.position_bias import RelativePositionBias
-from tests.branches.attention_cases import MASKS, AttentionCase, attention_case, logit_bias
 from tests.support.problems import (
     AttentionProblem,
     attention_problems,
@@ -26,6 +26,7 @@ from tests.support.problems import (
     norm_from_below,
     of_one_layer,
     plain_bias,
+    random_problem,
     two_headed_problem,
     two_sided_gain,
     two_sided_problem,
@@ -192,33 +193,49 @@ FROBENIUS_BOUNDS = {
 }
 
 
-def bank(mask: str, **sizes: int) -> list[AttentionCase]:
+def two_heads(
+    seed: int, num_tokens: int = 16, d_head: int = 8, causal: bool = False, **options: float
+) -> AttentionProblem:
+    """A random problem whose heads write at right angles."""
+    problem = random_problem(seed, 2, d_head, num_tokens, causal, **options)  # type: ignore
+    return replace(problem, g=torch.linalg.qr(torch.randn(2 * (2 * d_head,)))[0].view_as(problem.g))
+
+
+def bank(num_tokens: int, **options: float) -> list[AttentionProblem]:
     """From diffuse attention to one-hot, Gaussian and clustered inputs."""
     return [
-        attention_case(seed, scale=scale, clustered=clustered, mask=mask, **sizes)
-        for seed, scale in enumerate((0.3, 1.0, 2.0, 3.0, 5.0))
-        for clustered in (False, True)
+        two_heads(seed, num_tokens, 4, spread=spread, clusters=clusters, **options)  # type: ignore
+        for seed, spread in enumerate((0.3, 1.0, 2.0, 3.0, 5.0))
+        for clusters in (0, 4)
     ]
 
 
-def largest_singular_value(case: AttentionCase) -> float:
-    return float(torch.linalg.matrix_norm(dense_jacobian(case.f, case.x), 2))
+def at(case: AttentionProblem) -> tuple[torch.Tensor, ...]:
+    """The arguments of every local bound."""
+    q = case.x.unsqueeze(-3) @ case.w_q
+    return q, attention_weights(q, case.bias), case.w_q, case.g
 
 
-def token_max_witness(num_tokens: int = 101) -> AttentionCase:
+def largest_singular_value(case: AttentionProblem) -> float:
+    return float(torch.linalg.matrix_norm(dense_jacobian(case.map, case.x), 2))
+
+
+def token_max_witness(num_tokens: int = 101) -> AttentionProblem:
     """D = 1: a query at 0, half the others at r, half at −r, r² = 1 + g: a gain near 4g + 1."""
     r = math.sqrt(1 + float(phi_inverse_from_log(torch.tensor(num_tokens - 1.0).log())))
     x = torch.zeros(num_tokens, 1)
     x[0 : num_tokens // 2], x[num_tokens // 2 : -1] = r, -r
     one = torch.ones(1, 1, 1)
-    return AttentionCase(x, one, one, logit_bias("none", 1, num_tokens))
+    return AttentionProblem(x, one, one, plain_bias(1, num_tokens, causal=False))
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_frobenius_bounds_are_above_the_true_constant_and_close_to_it(mask: str) -> None:
-    for case in bank(mask, num_tokens=12, d_model=8):
+@pytest.mark.parametrize(("causal", "bias_scale"), [(False, 0.0), (True, 0.0), (True, 2.0)])
+def test_frobenius_bounds_are_above_the_true_constant_and_close_to_it(
+    causal: bool, bias_scale: float
+) -> None:
+    for case in bank(12, causal=causal, bias_scale=bias_scale):
         true = largest_singular_value(case)
-        fast, tight, comparison = (float(b(*case.weights)) for b in FROBENIUS_BOUNDS.values())
+        fast, tight, comparison = (float(b(*at(case))) for b in FROBENIUS_BOUNDS.values())
         assert true <= fast <= 6 * true
         assert true <= tight <= 2.8 * true
         assert true <= comparison
@@ -226,20 +243,20 @@ def test_frobenius_bounds_are_above_the_true_constant_and_close_to_it(mask: str)
 
 def test_the_token_max_bound_is_the_norm_itself_on_the_witness() -> None:
     case = token_max_witness()
-    row_sums = dense_jacobian(case.f, case.x).abs().sum(-1)
-    bound = local.token_max_local_bound(*case.weights)
+    row_sums = dense_jacobian(case.map, case.x).abs().sum(-1)
+    bound = local.token_max_local_bound(*at(case))
     torch.testing.assert_close(bound, row_sums.amax(), rtol=1e-9, atol=0)
     certificate = 4 * float(phi_inverse_from_log(torch.tensor(100.0).log())) + 1
     assert 0.87 * certificate < float(bound) < certificate
 
 
 def test_bounds_hold_for_tight_clusters_far_from_the_origin() -> None:
-    case = attention_case(8, num_tokens=8, d_model=8)
+    case = two_heads(8, 8, 4)
     far = replace(case, x=1e-5 * case.x + 1e4)
     near = replace(case, x=1e-5 * case.x)
     for bound in (*FROBENIUS_BOUNDS.values(), local.token_max_local_bound):
-        torch.testing.assert_close(bound(*far.weights), bound(*near.weights), rtol=1e-6, atol=0)
-        assert float(bound(*far.weights)) >= largest_singular_value(near) / 8**0.5
+        torch.testing.assert_close(bound(*at(far)), bound(*at(near)), rtol=1e-6, atol=0)
+        assert float(bound(*at(far))) >= largest_singular_value(near) / 8**0.5
 
 
 ALL_BOUNDS = {**FROBENIUS_BOUNDS, "token_max": local.token_max_local_bound}
@@ -247,51 +264,49 @@ ALL_BOUNDS = {**FROBENIUS_BOUNDS, "token_max": local.token_max_local_bound}
 
 @pytest.mark.parametrize("name", ALL_BOUNDS)
 def test_bounds_are_per_sample(name: str) -> None:
-    cases = bank("causal and relative", num_tokens=6, d_model=8)[:4]
-    w_q, g = cases[0].w_q, cases[0].g
-    batch = AttentionCase(torch.stack([c.x for c in cases]), w_q, g, cases[0].bias)
-    together = ALL_BOUNDS[name](*batch.weights)
-    assert together.shape == (4,)
-    for i, case in enumerate(cases):
-        alone = ALL_BOUNDS[name](*replace(case, w_q=w_q, g=g).weights)
-        torch.testing.assert_close(together[i], alone, rtol=1e-12, atol=0)
+    case = two_heads(0, 6, 4, causal=True, bias_scale=2.0)
+    samples = torch.tensor([0.1, 1.0, 3.0])[:, None, None] * torch.randn(3, *case.x.shape)
+    together = ALL_BOUNDS[name](*at(replace(case, x=samples)))
+    for bound, x in zip(together, samples, strict=True):
+        alone = ALL_BOUNDS[name](*at(replace(case, x=x)))
+        torch.testing.assert_close(bound, alone, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", ALL_BOUNDS)
 def test_a_bound_of_single_precision_is_rounded_outward_and_that_of_nan_infinite(name: str) -> None:
-    case = attention_case(9, mask="causal")
-    bound = ALL_BOUNDS[name](*(t.float() for t in case.weights))
-    exact = ALL_BOUNDS[name](*case.weights)
+    case = two_heads(9, causal=True)
+    bound = ALL_BOUNDS[name](*(t.float() for t in at(case)))
+    exact = ALL_BOUNDS[name](*at(case))
     assert bound.dtype == torch.float64
     assert exact <= bound <= exact * (1 + 1e-4)
     broken = replace(case, x=torch.stack([case.x, torch.full_like(case.x, torch.nan)]))
-    bound = ALL_BOUNDS[name](*broken.weights)
+    bound = ALL_BOUNDS[name](*at(broken))
     assert bound[0].isfinite()
     assert bound[1] == torch.inf
 
 
 @pytest.mark.parametrize("name", ALL_BOUNDS)
 def test_a_single_token_and_silent_heads_are_no_special_case(name: str) -> None:
-    case = attention_case(10, num_tokens=1, mask="causal")
+    case = two_heads(10, 1, causal=True)
     true = largest_singular_value(case)
-    assert true * (1 - 1e-12) <= float(ALL_BOUNDS[name](*case.weights)) <= 2 * true
+    assert true * (1 - 1e-12) <= float(ALL_BOUNDS[name](*at(case))) <= 2 * true
     silent = replace(case, g=torch.zeros_like(case.g))
-    assert float(ALL_BOUNDS[name](*silent.weights)) <= 1e-12
+    assert float(ALL_BOUNDS[name](*at(silent))) <= 1e-12
 
 
-def witnesses() -> list[AttentionCase]:
+def witnesses() -> list[AttentionProblem]:
     """Inputs on which one term or another is nearly all there is."""
     one = torch.ones(1, 1, 1)
-    two = AttentionCase(torch.tensor([[0.0], [1.2]]), one, one, logit_bias("none", 1, 2))
-    three = AttentionCase(torch.tensor([[-2.0], [0.0], [2.0]]), one, one, logit_bias("none", 1, 3))
-    hidden = AttentionCase(
-        torch.tensor([[-2.0], [2.0], [0.0]]), one, one, logit_bias("causal", 1, 3)
-    )
-    same = attention_case(0, num_tokens=4, scale=0.01)
+
+    def tokens(*x: float, causal: bool = False) -> AttentionProblem:
+        return AttentionProblem(torch.tensor(x)[:, None], one, one, plain_bias(1, len(x), causal))
+
+    two, three = tokens(0.0, 1.2), tokens(-2.0, 0.0, 2.0)
+    hidden = tokens(-2.0, 2.0, 0.0, causal=True)
+    same = two_heads(0, 4, spread=0.01)
     same = replace(same, w_q=same.w_q[:1].expand(2, -1, -1), g=same.g[:1].expand(2, -1, -1))
-    bias = logit_bias("causal", 1, 16)
-    bias[..., 0] += 20  # draws every row to the first token: ‖P‖ is about √N
-    drawn = AttentionCase(0.01 * torch.randn(16, 1), one, one, bias)
+    drawn = tokens(*(0.01 * torch.randn(16)).tolist(), causal=True)
+    drawn.bias[..., 0] += 20  # draws every row to the first token: ‖P‖ is about √N
     return [token_max_witness(21), drawn, two, three, hidden, same]
 
 
@@ -300,6 +315,6 @@ def test_no_bound_is_violated_by_a_witness(name: str) -> None:
     for case in witnesses():
         true = largest_singular_value(case)
         if name == "token_max":
-            estimate = operator_norm(linearise(case.f, case.x), "token_max", num_steps=20)
+            estimate = operator_norm(linearise(case.map, case.x), "token_max", num_steps=20)
             true = float(estimate.value)
-        assert float(ALL_BOUNDS[name](*case.weights)) >= true * (1 - 1e-9)
+        assert float(ALL_BOUNDS[name](*at(case))) >= true * (1 - 1e-9)
