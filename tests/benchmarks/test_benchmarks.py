@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -32,21 +31,6 @@ def rows() -> list[dict]:
         patch.setattr(timing, "SHORTEST_TURN", 0)
         patch.setattr(tasks, "GENERATED", 4)
         return list(run.measure_case(run.Setting(TINY, CPU, "float32", seconds=0), memory=False))
-
-
-@pytest.fixture
-def refusal(monkeypatch, capsys) -> Callable[..., str]:
-    """The one line that a program ends with, whose exit code is given."""
-
-    def refusal(main: Callable[[], None], code: int, *words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        assert (end.value.code, said.out, said.err.count("\n")) == (code, "", 1)
-        return said.err
-
-    return refusal
 
 
 def test_every_task_of_every_model_has_a_row_of_rates(rows) -> None:
@@ -88,15 +72,6 @@ def test_ratios_are_paired_before_they_are_averaged() -> None:
     assert Spread.of([3.0]) == Spread(3, 3, 3)
 
 
-def training_row(variant: str, seq_len: int, d_model: int, batch_size: int, rate: float) -> dict:
-    """A row of results, of which the rate is what matters."""
-    return {
-        "task": "train", "device": "cpu", "variant": variant, "seq_len": seq_len,
-        "d_model": d_model, "num_layers": 4, "batch_size": batch_size,
-        "characters_per_second": [rate] * 3,
-    }  # fmt: skip
-
-
 def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() -> None:
     readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     block = readme.split("<!-- benchmarks:begin -->")[1].split("<!-- benchmarks:end -->")[0]
@@ -125,40 +100,34 @@ def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() ->
     ],
 )
 def test_impossible_arguments_are_refused_in_one_line_beforehand(
-    words: list[str], message: str, tmp_path, monkeypatch,
-    refusal,
-) -> None:  # fmt: skip
+    words: list[str], message: str, tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(program, "measure_case", lambda *_: pytest.fail("it measures"))
     monkeypatch.setattr(program, "compiler_complaint", lambda _: "no compiler")
-    said = refusal(program.main, 2, f"--out={tmp_path / 'a' / 'b.json'}", *words)
-    assert said.startswith(f"error: {message}")
+    monkeypatch.setattr(sys, "argv", ["benchmarks", f"--out={tmp_path / 'a' / 'b.json'}", *words])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        program.main()
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith(f"error: {message}")
     assert not (tmp_path / "a").exists()
 
 
-def run_quickly(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, stop: bool = False
-) -> None:
-    """The program, its results in a folder, with a row in place of every measurement."""
-    row = training_row("plain", 1, 1, 1, rate=1.0) | {"id": "a row", "times_as_fast_as": {}}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(program, "RESULTS", folder)
+def test_an_interrupted_run_leaves_earlier_results_alone(tmp_path, monkeypatch, capsys) -> None:
+    row = {"id": "a row", "characters_per_second": [1.0] * 3, "times_as_fast_as": {}}
 
     def measured(*_: object, **__: object) -> Iterator[dict]:
         yield row
-        if stop:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(program, "RESULTS", tmp_path)
     monkeypatch.setattr(program, "measure_case", measured)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
-    program.main()
-
-
-def test_an_interrupted_run_leaves_earlier_results_alone(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--quick"])
     (tmp_path / "quick.json").write_text("precious")
-    with pytest.raises(SystemExit) as end:
-        run_quickly(tmp_path, monkeypatch, "--quick", stop=True)
-    assert end.value.code == 130
+    with pytest.raises(SystemExit, match=r"^130$"):
+        program.main()
     assert (tmp_path / "quick.json").read_text() == "precious"
     assert len(json.loads((tmp_path / "quick.json.tmp").read_text())["rows"]) == 1
     error = capsys.readouterr().err

@@ -2,7 +2,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -146,15 +145,11 @@ def test_sequences_do_not_overlap_and_longer_ones_begin_alike() -> None:
         sequences(tokens, 200, 5, 0)
 
 
-def cases_of_a_run(folder: Path) -> list[Case]:
-    sizes = {"sizes": [4, 8, 16, 32], "attack_sizes": []}
-    return cases(Options(checkpoint=str(folder), num_sequences=2, **sizes))
-
-
 def test_a_trained_model_of_ours_is_measured(tmp_path, capsys) -> None:
     saved = Saved(tmp_path, "model.num_layers=2")
     saved.save()
-    chosen = cases_of_a_run(tmp_path)
+    sizes = {"sizes": [4, 8, 16, 32], "attack_sizes": []}
+    chosen = cases(Options(checkpoint=str(tmp_path), num_sequences=2, **sizes))
     assert "longer sizes are left out" in capsys.readouterr().out
     assert {(c.part, c.num_tokens, c.causal) for c in chosen} == {
         ("contractive_l2", n, True) for n in (4, 8, 16)

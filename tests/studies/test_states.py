@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from invformer.config.schema import TrainConfig
+from invformer.data.vocabulary import Vocabulary
 from invformer.numerics.norms import Norm
+from invformer.trained.model import TrainedModel
 from invformer.trained.states import perturb
 from studies import damage, invertibility, search
 from tests.support import builders
@@ -40,8 +43,13 @@ def test_rounding_a_window_is_what_the_command_does_and_bounds_on_damage_hold() 
     assert ((changed - z).norm(dim=-1) <= known["states_within"]).all()
 
 
-@pytest.mark.usefixtures("certified")
-def test_fine_rounding_costs_nothing_and_under_heavy_noise_nothing_proven_is_wrong() -> None:
+def test_fine_rounding_costs_nothing_and_under_heavy_noise_nothing_proven_is_wrong(
+    monkeypatch,
+) -> None:
+    network = builders.trained_a_little(builders.scaled_model()).double()
+    ours = TrainedModel(network, Vocabulary.from_text("abcdefghij"), TrainConfig(), {})
+    monkeypatch.setattr(damage, "trained", lambda folder: ours)
+    monkeypatch.setattr(damage, "windows", lambda folder, count: builders.random_tokens(count))
     clean = damage.measure(case("bits", 20), torch.device("cpu"))
     assert clean.search == clean.at_once == clean.proven == 1
     worst = damage.measure(case("noise", 30, seed=1), torch.device("cpu"))
