@@ -147,13 +147,9 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
         one, two = ([row[key] for row in rows if key in row] for rows in runs.values())
         assert one
         assert two == pytest.approx(one, rel=1e-4)
-    saved = [saved_tensors(tmp_path / name) for name in runs]
-    for name, tensor in saved[0].items():
-        assert all(other[name].shape == tensor.shape for other in saved)
-    assert saved[0].keys() == saved[1].keys() == saved[2].keys()
-
-
-def saved_tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Weights and the optimiser's memory in the newest checkpoint; probes know no processes."""
-    _, state = pack(newest(run).read_state())
-    return final_weights(run) | {name: t for name, t in state.items() if "cuda" not in name}
+    shapes = []
+    for name in runs:  # of weights and the optimiser's memory; probes know no processes
+        _, state = pack(newest(tmp_path / name).read_state())
+        tensors = (final_weights(tmp_path / name) | state).items()
+        shapes.append({name: tensor.shape for name, tensor in tensors if "cuda" not in name})
+    assert shapes[0] == shapes[1]

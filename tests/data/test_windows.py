@@ -10,12 +10,8 @@ from hypothesis import strategies as st
 from invformer.data.windows import EvaluationWindows, TrainingWindows
 
 
-def positions_as_tokens(n: int) -> torch.Tensor:
-    return torch.arange(n)
-
-
 def test_a_training_batch_depends_on_seed_and_step_alone() -> None:
-    tokens = positions_as_tokens(1000)
+    tokens = torch.arange(1000)
     steps = [TrainingWindows(tokens, 8, 4, seed=1).batch(i)[0] for i in range(50)]
     for i in (49, 0, 23):
         assert torch.equal(TrainingWindows(tokens, 8, 4, seed=1).batch(i)[0], steps[i])
@@ -29,7 +25,7 @@ def test_in_an_epoch_no_character_is_a_target_twice(n: int, batch_size: int) -> 
     seq_len = 8
     per_epoch = n // seq_len
     batches = itertools.islice(
-        TrainingWindows(positions_as_tokens(n), seq_len, batch_size, seed=0), 40 * per_epoch
+        TrainingWindows(torch.arange(n), seq_len, batch_size, seed=0), 40 * per_epoch
     )
     windows = torch.cat([targets for _, targets in batches])[: 40 * per_epoch]
     for epoch in windows.split(per_epoch):
@@ -39,7 +35,7 @@ def test_in_an_epoch_no_character_is_a_target_twice(n: int, batch_size: int) -> 
 
 def test_over_many_epochs_every_character_is_used_equally_often() -> None:
     n, seq_len, epochs = 23, 5, 4000
-    tokens = positions_as_tokens(n)
+    tokens = torch.arange(n)
     targets = TrainingWindows(tokens, seq_len, epochs * (n // seq_len), seed=0).batch(0)[1]
     used = targets.flatten().bincount(minlength=n)
     share = (n - n % seq_len) / n
@@ -49,7 +45,7 @@ def test_over_many_epochs_every_character_is_used_equally_often() -> None:
 
 @pytest.mark.parametrize("n", [9, 40])
 def test_a_target_is_the_character_after_its_input_on_the_ring(n: int) -> None:
-    tokens = positions_as_tokens(n).to(torch.uint16)  # narrow, as they are in memory
+    tokens = torch.arange(n).to(torch.uint16)  # narrow, as they are in memory
     inputs, targets = TrainingWindows(tokens, 8, 100, seed=0).batch(3)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(targets, (inputs + 1) % n)
@@ -58,7 +54,7 @@ def test_a_target_is_the_character_after_its_input_on_the_ring(n: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_processes_side_by_side_see_the_batch_of_one_process(world_size: int) -> None:
-    tokens = positions_as_tokens(100)
+    tokens = torch.arange(100)
     for step in range(20):
         whole = TrainingWindows(tokens, 8, 6, seed=0).batch(step)
         shares = [
@@ -81,7 +77,7 @@ def test_evaluation_predicts_all_but_the_first_character_once(data: st.DataObjec
     lengths = set()
     for rank in range(world_size):
         windows = EvaluationWindows(
-            positions_as_tokens(n), seq_len, stride, batch_size, rank=rank, world_size=world_size
+            torch.arange(n), seq_len, stride, batch_size, rank=rank, world_size=world_size
         )
         lengths |= {len(windows), len(list(windows))}
         for inputs, targets, scored in windows:

@@ -14,7 +14,7 @@ import torch
 from invformer.evaluation.result import Evaluation
 from invformer.runs.checkpoint import MANIFEST, MODEL, STATE_TENSORS, WEIGHTS, read_checkpoint
 from invformer.runs.files import write_json
-from tests.runs.hostile import edit_json
+from tests.runs.hostile import edit_json, flipped
 from tests.support.saved_runs import NO_STATE, Saved, write_checkpoint
 
 BEST, NEWEST = "step-00000004", "step-00000006"
@@ -33,9 +33,8 @@ def checkpoints(tmp_path) -> Path:
 
 def damaged(checkpoint: str, name: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        content = bytearray((folder / checkpoint / name).read_bytes())
-        content[-1] ^= 1
-        (folder / checkpoint / name).write_bytes(content)
+        file = folder / checkpoint / name
+        file.write_bytes(flipped(file.read_bytes()))
 
     return damage
 

@@ -23,8 +23,8 @@ from tests.support.problems import dense_jacobian
 TOKENS, WIDTH = 4, 6
 
 
-def branch_of(kind: str, certificate: Any) -> nn.Module:
-    """A small branch, its weights far from their start values."""
+def layer_of(kind: str, certificate: Any, scaled: bool, radius: float | None) -> InvertibleResidual:
+    """A residual layer with a small branch, nothing at its start value."""
     mask = mask_of("bias", 2, TOKENS)
     match kind:
         case "l2":
@@ -38,16 +38,11 @@ def branch_of(kind: str, certificate: Any) -> nn.Module:
     with torch.no_grad():
         for parameter in branch.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
-    return branch
-
-
-def layer_of(kind: str, certificate: str, scaled: bool, radius: float | None) -> InvertibleResidual:
-    """A residual layer with such a branch."""
     scaling = DiagonalScaling(WIDTH) if scaled else None
     if scaling is not None:
         nn.init.normal_(scaling.log_scale, std=0.5)
         nn.init.normal_(scaling.shift, std=0.5)
-    return InvertibleResidual(branch_of(kind, certificate), scaling, radius)  # pyright: ignore
+    return InvertibleResidual(branch, scaling, radius)  # pyright: ignore
 
 
 def by_dense_solves(layer: Any, x: Tensor, v: Tensor) -> list[Tensor]:

@@ -1,7 +1,6 @@
 """How inverse layers pass errors on."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -60,10 +59,14 @@ def test_constants_from_one_on_bound_no_error_not_even_of_a_zero_residual(consta
         assert (stack_error_bound(steps) == math.inf).all()
 
 
-def stack_violations(
+@pytest.mark.parametrize(("spread", "rtol"), [(0.5, 0.03), (3.0, None)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("c", CONSTANTS)
+def test_the_true_error_of_a_stack_is_never_above_its_bound(
     c: float, norm: Norm, dtype: torch.dtype, spread: float, rtol: float | None
-) -> int:
-    """Through three residual layers and two scales and back: errors above their bounds, of 40."""
+) -> None:
+    """Through three residual layers and two scales and back."""
     layers = [two_layers(4, 6, c, norm, dtype) for _ in range(3)]
     log_scale, shift = (spread * torch.randn(2, 6)).to(dtype), torch.randn(2, 6).to(dtype)
     z = x = torch.randn(40, 4, 6).to(dtype)
@@ -84,13 +87,4 @@ def stack_violations(
         z = solution.value
     bound = stack_error_bound(steps)
     assert bound.isfinite().all()
-    return int((~(vector_norm(z.double() - x.double(), norm) <= bound)).sum())
-
-
-@pytest.mark.parametrize(("spread", "rtol"), [(0.5, 0.03), (3.0, None)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_true_error_of_a_stack_is_never_above_its_bound(
-    dtype: torch.dtype, spread: float, rtol: float | None
-) -> None:
-    for c, norm in product(CONSTANTS, NORMS):
-        assert stack_violations(c, norm, dtype, spread, rtol) == 0
+    assert (vector_norm(z.double() - x.double(), norm) <= bound).all()

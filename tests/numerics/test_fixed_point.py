@@ -192,13 +192,9 @@ def test_a_residual_that_float64_does_not_confirm_is_not_converged(off: float) -
     assert solution.error_bound.isinf().tolist() == [False, True]
 
 
-def steep_far_out(z: Tensor) -> Tensor:
-    """Slope 0.5 up to 10, 1.5 beyond."""
-    return 0.5 * z + (z.abs() - 10).clamp(min=0) * z.sign()
-
-
 def test_the_error_says_how_many_failed_how_badly_and_what_to_try() -> None:
     y = torch.tensor([1.0, 50.0, math.nan])[:, None, None].expand(3, 2, 2)
+    steep_far_out = lambda z: 0.5 * z + (z.abs() - 10).clamp(min=0) * z.sign()  # noqa: E731
     with pytest.raises(FixedPointError) as caught:
         invert_residual(steep_far_out, y, lipschitz_bound=0.6, norm="token_max")
     message = str(caught.value)

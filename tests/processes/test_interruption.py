@@ -31,25 +31,19 @@ def run_of(folder: Path, stop_at: int | None = None) -> Run:
     return built(options(folder, "a", *more), *stop)
 
 
-def exceed_bound(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Let one estimate of the monitor, counted from zero, be far too large."""
-    true_values = LipschitzProbe.values
-    count = iter(range(1000))
-
-    def values(probe: LipschitzProbe, *args: Any, **kwargs: Any) -> Tensor:
-        found = true_values(probe, *args, **kwargs).clone()  # of inference mode
-        if next(count) == at:
-            found[probe.names.index(BRANCH.removeprefix("lipschitz_branches/"))] = 99.0
-        return found
-
-    monkeypatch.setattr(LipschitzProbe, "values", values)
-
-
 @pytest.mark.parametrize("stop_at", [1, 2, 3])  # after the last of these, in a validation
 def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_and_saves_nothing(
     folder, monkeypatch, stop_at: int
 ) -> None:
-    exceed_bound(monkeypatch, at=1)
+    true_values, count = LipschitzProbe.values, iter(range(1000))
+
+    def values(probe: LipschitzProbe, *args: Any, **kwargs: Any) -> Tensor:
+        found = true_values(probe, *args, **kwargs).clone()  # of inference mode
+        if next(count) == 1:
+            found[probe.names.index(BRANCH.removeprefix("lipschitz_branches/"))] = 99.0
+        return found
+
+    monkeypatch.setattr(LipschitzProbe, "values", values)
     run = run_of(folder, stop_at)
     with pytest.raises(CertificateViolation, match=f"step 1: {BRANCH}: estimate 99") as error:
         fit(run)

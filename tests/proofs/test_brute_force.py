@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from invformer.nn.transformer import CharEmbedding, CharTransformer
 from invformer.proofs.prefix_margins import Networks, prefix_margins
@@ -63,18 +62,13 @@ def tried(seed: int, count: int = 12) -> Counter[str]:
             (prove(TEXTS[chosen], rounded, entries_within=entries),
              (off_rounded.abs() < entries - rounding).all(-1)),
         )  # fmt: skip
-        for evidence, near in cases:
-            found += against_all(evidence.tokens, evidence.proven, near)
+        for evidence, near in cases:  # (proofs, texts, tokens): which texts may have these states
+            same = (TEXTS[None] == evidence.tokens[:, None]).cumprod(-1).bool()
+            others = evidence.proven[:, None] & ~same
+            false = others & near.cumprod(-1).bool()
+            counts = {"proven": evidence.proven, "pairs": others, "false": false}
+            found += Counter({name: int(count.sum()) for name, count in counts.items()})
     return found
-
-
-def against_all(tokens: Tensor, proven: Tensor, near: Tensor) -> Counter[str]:
-    """``near``, (proofs, texts, tokens): which texts may have the states given, up to a place."""
-    same = (TEXTS[None] == tokens[:, None]).cumprod(-1).bool()
-    others = proven[:, None] & ~same
-    false = others & near.cumprod(-1).bool()
-    counts = {"proven": proven.sum(), "pairs": others.sum(), "false": false.sum()}
-    return Counter({name: int(count) for name, count in counts.items()})
 
 
 def test_no_proof_about_a_hostile_model_is_false() -> None:

@@ -106,16 +106,6 @@ def test_what_cannot_change_is_refused_with_a_way_that_works(folder, word: str, 
         train(folder, word, "run.change=true")
 
 
-def rewrite(folder: Path, change: Callable[[dict, dict], Any]) -> None:
-    """Change metadata and state of the newest checkpoint, and write it properly."""
-    saved = newest(folder)
-    metadata, state = dict(saved.metadata), saved.read_state()
-    weights = safetensors.torch.load_file(saved.path / WEIGHTS)
-    shutil.rmtree(saved.path)
-    change(metadata, state)
-    write_checkpoint(saved.path, metadata, weights, state)
-
-
 def group(state: dict) -> dict:
     return state["optimizer_states"][0]["param_groups"][-1]
 
@@ -149,7 +139,12 @@ CHANGES: dict[str, Callable[[dict, dict], Any]] = {
 def test_a_state_of_another_run_is_refused_with_code_4(
     folder, change: Callable[[dict, dict], Any]
 ) -> None:
-    rewrite(folder, change)
+    saved = newest(folder)
+    metadata, state = dict(saved.metadata), saved.read_state()
+    weights = safetensors.torch.load_file(saved.path / WEIGHTS)
+    shutil.rmtree(saved.path)
+    change(metadata, state)
+    write_checkpoint(saved.path, metadata, weights, state)
     with pytest.raises(InvformerError) as error:
         train(folder)
     assert error.value.exit_code == 4, error.value

@@ -130,14 +130,11 @@ def test_a_violated_certificate_is_an_alert(folder, monkeypatch) -> None:
     assert found.exit_code == 6
 
 
-def full_disk(row: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
 def test_a_client_that_fails_says_so_once_and_the_number_of_lost_calls_at_the_end(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    logger = logger_of(tmp_path, monkeypatch, log=full_disk)
+    full_disk = OSError(28, "No space left on device")
+    logger = logger_of(tmp_path, monkeypatch, log=Mock(side_effect=full_disk))
     for step in range(5):
         logger.log_metrics({"train/bpc": 1.0}, step)
     logger.finish(0)
