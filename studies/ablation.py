@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from invformer.config.section import option
-from studies.report import Figure, Rows, Summary, panels, table
+from studies.report import Rows, Summary, table
 from studies.runs import call, validations, words_of
 from studies.study import Study, StudyOptions, grid, program
 
@@ -157,15 +157,4 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table(rows, ["variant"], more), [(all(back) if back else None, words)])
 
 
-def draw(rows: Rows[Case, Result]) -> Figure:
-    """Difference in nats of every variant."""
-    found = differences(rows)
-    figure, (axes,) = panels(1, 1)
-    names = sorted(found, key=found.__getitem__, reverse=True)
-    axes.barh(names, [found[name] for name in names], color="0.5")
-    axes.set(xlabel="nats per character against the unchanged model", title="ablations")
-    figure.set_figheight(2 + 0.25 * len(names))
-    return figure
-
-
-STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))
+STUDY = program(Study(Options, Case, Result, cases, measure, summarise))

@@ -4,8 +4,8 @@ r"""Certified models at nanoGPT's GPU size and at Kim et al.'s width, in a GPU's
 
 Milliseconds of a step are measured first, and a plan is made from them: what fits into ``minutes``
 in the order of ``parts``, every run at its first rate before any at a further one. What does not
-fit is listed as "not run"; a later call with the same ``out`` goes on with it. Every row is written
-as it ends, and a run that a signal stops has saved: the same command continues it.
+fit is printed as "not run"; a later call with the same ``out`` goes on with it. Every row is
+written as it ends, and a run that a signal stops has saved: the same command continues it.
 
 * step: the one for which docs/results.md has 7.2 ms, compiled 6.2 (aim: 5), launched, replayed, or
   one CUDA graph; those of the models that are trained; and one with estimates at the full context.
@@ -61,7 +61,7 @@ from invformer.runs.machine import pick_device
 from invformer.training.optimizers import build_optimizer
 from studies import kinds
 from studies.kinds import ALLOWED, QUIET, TWIN, evaluated, own_words
-from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table
+from studies.report import Finding, Rows, Summary, by, table
 from studies.rows import RowFile
 from studies.runs import call, validations, words_of
 from studies.study import Study, StudyOptions, measure_missing, program
@@ -173,37 +173,33 @@ class Result:
     note: str = ""  # what went wrong
 
 
-@dataclass
-class Plan:
-    """What a call measures, and what it leaves."""
+def cases(options: Options) -> list[Case]:
+    """Steps, which are timed at once, and the runs that fit into the time that remains."""
+    end, device = time.monotonic() + 60 * options.minutes, pick_device(options.device, "device")
+    timed, runs = steps_of(options, device), list(dict.fromkeys(runs_of(options, device)))
+    file = RowFile(options.folder / "rows.csv", Case, Result)
+    known = file.read()
+    if timed:
+        measure_missing(STUDY, timed, known, file, device)
+    unit = {case.kind: known[case].result.milliseconds / work(case) for case in timed}
+    needed = {case: 0.0 if case in known else seconds_left(case, unit) for case in runs}
+    fit = fitting(needed, end - time.monotonic())
+    for case in runs:
+        if case not in fit:
+            print(f"not run: {case}")
+    return [*timed, *fit]
 
-    left: list[Case] = field(default_factory=list)
 
-    def cases(self, options: Options) -> list[Case]:
-        """Steps, which are timed at once, and the runs that fit into the time that remains."""
-        end, device = time.monotonic() + 60 * options.minutes, pick_device(options.device, "device")
-        timed, runs = steps_of(options, device), list(dict.fromkeys(runs_of(options, device)))
-        file = RowFile(options.folder / "rows.csv", Case, Result)
-        known = file.read()
-        if timed:
-            measure_missing(STUDY, timed, known, file, device)
-        unit = {case.kind: known[case].result.milliseconds / work(case) for case in timed}
-        needed = {case: 0.0 if case in known else seconds_left(case, unit) for case in runs}
-        fit = fitting(needed, end - time.monotonic())
-        self.left = [case for case in runs if case not in fit]
-        return [*timed, *fit]
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """Every row, with its price behind the best twin."""
+    twins = {(c.part, c.blocks): r.scored for c, r in best(rows) if c.kind == TWIN}
 
-    def summarise(self, rows: Rows[Case, Result]) -> Summary:
-        """Every row, with its price behind the best twin, and what was not run."""
-        twins = {(c.part, c.blocks): r.scored for c, r in best(rows) if c.kind == TWIN}
+    def behind(case: Case, result: Result) -> float:
+        return result.scored - twins.get((case.part, case.blocks), math.nan)
 
-        def behind(case: Case, result: Result) -> float:
-            return result.scored - twins.get((case.part, case.blocks), math.nan)
-
-        shown = [*rows, *((case, Result(note="not run")) for case in self.left)]
-        lines = table(shown, ["part", "kind", "blocks", "rate"], {"price": behind})
-        failed = [(False, f"{case}: {result.note}") for case, result in rows if result.note]
-        return Summary(lines, [*findings(rows, behind)], failed or [(True, "nothing failed")])
+    lines = table(rows, ["part", "kind", "blocks", "rate"], {"price": behind})
+    failed = [(False, f"{case}: {result.note}") for case, result in rows if result.note]
+    return Summary(lines, [*findings(rows, behind)], failed or [(True, "nothing failed")])
 
 
 def fitting(seconds: Mapping[Case, float], available: float) -> list[Case]:
@@ -380,18 +376,5 @@ def findings(
     return ((holds if case.is_claim else None, words) for case, holds, words in said)
 
 
-def draw(rows: Rows[Case, Result]) -> Figure:
-    """Milliseconds of steps, and losses against depth."""
-    figure, (left, right) = panels(1, 2)
-    timed = [(case.kind, result.milliseconds) for case, result in rows if case.part == "step"]
-    left.barh([kind for kind, _ in timed], [ms for _, ms in timed], color="0.6")
-    left.set(xlabel="milliseconds", title="a step")
-    curves(right, best(rows), "blocks", "scored", ("part", "kind"))
-    right.axhline(NANOGPT_NATS, color="0.8", label="nanoGPT's best validation")
-    right.set(xlabel="blocks", ylabel="nats per character", title="test text, or validation")
-    return figure
-
-
-PLAN = Plan()
-STUDY = Study(Options, Case, Result, PLAN.cases, measure, PLAN.summarise, draw)
-program(STUDY)  # which has its name by then: a plan times steps as rows of it
+STUDY = Study(Options, Case, Result, cases, measure, summarise)
+program(STUDY)  # which has its name by then: steps are timed as rows of it

@@ -24,7 +24,7 @@ from torch import Tensor
 from invformer.branches.tied_l2.kim import paper_output_map
 from studies import kim
 from studies.layer_bounds import tied_attention
-from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table
+from studies.report import Finding, Rows, Summary, by, table
 from studies.study import Study, StudyOptions, program
 
 Variant = Literal["dot_product", "dot_product_causal", "untied", "self_hidden", "without_a"]
@@ -150,16 +150,4 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table(rows), findings, must=[(below, words)])
 
 
-def draw(rows: Rows[Case, Result]) -> Figure:
-    """‖J‖ against c, of the variants and of tied L2 attention on the same tokens."""
-    figure, (axes,) = panels(1, 1)
-    curves(axes, rows, "c", "broken", ("variant",))
-    curves(axes, rows, "c", "tied", ("variant",), "tied L2", markersize=3)
-    axes.set(
-        xlabel="distance c of the tokens (units of X)", ylabel="‖J‖, entry_max (no unit)",
-        xscale="log", yscale="log",
-    )  # fmt: skip
-    return figure
-
-
-STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))
+STUDY = program(Study(Options, Case, Result, cases, measure, summarise))

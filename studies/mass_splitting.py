@@ -30,7 +30,7 @@ from invformer.config.section import option
 from invformer.numerics.linear_map import SequenceMap
 from studies import castin
 from studies.castin import MassSplitting
-from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table, values
+from studies.report import Finding, Rows, Summary, by, table, values
 from studies.study import Study, StudyOptions, program, progress
 
 Part = Literal["random", "grid", "finite"]
@@ -226,15 +226,4 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table(rows), findings, must)
 
 
-def draw(rows: Rows[Case, Result]) -> Figure:
-    """The share of the plane of the second and third atom where splitting wins."""
-    figure, (axes,) = panels(1, 1)
-    curves(axes, by(rows, "part")["grid"], "first", "share", ("kind", "parameter"))
-    axes.set(
-        xlabel="atom x₁ of mass ½ (units of X)", ylabel=f"share of [−{RADIUS:g}, {RADIUS:g}]²",
-        title="splitting beats moving",
-    )  # fmt: skip
-    return figure
-
-
-STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))
+STUDY = program(Study(Options, Case, Result, cases, measure, summarise))

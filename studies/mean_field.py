@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.linalg import matrix_norm as norm
 
 from studies import castin
-from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table
+from studies.report import Finding, Rows, Summary, by, table
 from studies.study import Study, StudyOptions, program
 
 Statement = Literal["two_dirac", "weighted", "large_radius", "cesaro"]
@@ -206,19 +206,4 @@ def finding(group: Rows[Case, Result]) -> Finding:
     return 1 < result.value < 2, f"Cesaro mean {result.value:.3f} at n={size:g}"
 
 
-def draw(rows: Rows[Case, Result]) -> Figure:
-    """What every statement names, over its bound or limit."""
-    figure, (axes,) = panels(1, 1)
-    groups = by(rows, lambda case, _: case.statement == "weighted")
-    names = ("statement", "parameter", "mass_factor")
-    curves(axes, groups[False], "size", ratio, names)
-    curves(axes, groups[True], "size", share, names, color="k")
-    axes.axhline(1, color="k", label="limit or bound")
-    axes.set(
-        xlabel="radius, scale of the tokens, or tokens n", ylabel="local constant / limit or bound",
-        xscale="log",
-    )  # fmt: skip
-    return figure
-
-
-STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))
+STUDY = program(Study(Options, Case, Result, cases, measure, summarise))

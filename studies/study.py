@@ -75,7 +75,7 @@ class Study(Generic[AnyOptions, AnyCase, AnyResult]):
         case: everything the numbers of a row depend on, and nothing else.
         result: what is measured; a list becomes one cell of the CSV, as JSON. No field has the name
             of one of the case's.
-        draw: the figure, which starts from ``report.panels``.
+        draw: the figure, which starts from ``report.panels``; None if the table says it all.
     """
 
     options: type[AnyOptions]
@@ -84,7 +84,7 @@ class Study(Generic[AnyOptions, AnyCase, AnyResult]):
     cases: Callable[[AnyOptions], Iterable[AnyCase]]
     measure: Callable[[AnyCase, torch.device], AnyResult]
     summarise: Callable[[Rows[AnyCase, AnyResult]], Summary]
-    draw: Callable[[Rows[AnyCase, AnyResult]], Figure]
+    draw: Callable[[Rows[AnyCase, AnyResult]], Figure] | None = None
 
 
 def case_of(kind: type[AnyCase], chosen: object, /, **values: Any) -> AnyCase:
@@ -128,7 +128,8 @@ def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
     outlive_console()
     chosen = parse_or_exit(argv, study.options)
     signal.signal(signal.SIGINT, interrupt)  # Ctrl-C says which cases are kept
-    files = f"files:   {chosen.folder}/{{rows.csv, {chosen.name}.png, result.json}}"
+    figure = f", {chosen.name}.png" if study.draw else ""
+    files = f"files:   {chosen.folder}/{{rows.csv{figure}, result.json}}"
     return guarded(lambda: print(run(study, chosen), files, sep="\n"), debug=chosen.debug)
 
 
@@ -148,7 +149,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Summary:
     """Measure every case without a row, then summarise and draw.
 
-    Leaves in the study's folder: rows.csv, NAME.png and result.json.
+    Leaves in the study's folder: rows.csv, NAME.png if it has a figure, and result.json.
 
     Returns:
         The summary over exactly the cases that were asked for.
@@ -175,7 +176,8 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
         raise
     rows = [(case, known[case].result) for case in wanted]
     summary = study.summarise(rows)
-    save(finished(study.draw(rows)), chosen.folder / f"{chosen.name}.png")
+    if study.draw is not None:
+        save(finished(study.draw(rows)), chosen.folder / f"{chosen.name}.png")
     measured = [known[case] for case in wanted]
     result = {
         "study": chosen.name,

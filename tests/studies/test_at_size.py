@@ -50,7 +50,7 @@ def test_every_run_has_the_size_that_readers_know(full) -> None:
         assert model.certificate == certificate.get(case.kind)
 
 
-def test_a_later_call_measures_what_is_missing(tmp_path, monkeypatch) -> None:
+def test_a_later_call_measures_what_is_missing(tmp_path, monkeypatch, capsys) -> None:
     asked: list[str] = []
 
     def measured(case: at_size.Case, device: torch.device) -> at_size.Result:
@@ -63,14 +63,13 @@ def test_a_later_call_measures_what_is_missing(tmp_path, monkeypatch) -> None:
     options = at_size.Options(
         out=str(tmp_path / "one"), parts=["ptb"], kinds=["certified", "twin"], rates=1, minutes=1.0
     )
-    first = run(at_size.STUDY, options)
+    run(at_size.STUDY, options)
     assert asked == ["step certified", "step twin", "ptb certified"]
-    assert [line["note"] for line in first.table] == ["", "", "", "not run"]
+    assert "not run: ptb, twin, 6 blocks at" in capsys.readouterr().out
     asked.clear()
     (tmp_path / "one").rename(tmp_path / "two")  # which another machine may call otherwise
     last = run(at_size.STUDY, replace(options, out=str(tmp_path / "two")))
     assert asked == ["ptb twin"]
-    assert at_size.PLAN.left == []
     prices = [line["price"] for line in last.table if line["part"] == "ptb"]
     assert prices == [0.25, 0]
     assert last.outcome == "not in the paper"  # a smoke test claims nothing

@@ -12,7 +12,7 @@ import torch
 
 from invformer.config.load import load_config
 from studies import __main__ as listing
-from studies.report import Outcome, panels
+from studies.report import Outcome
 from studies.study import main
 from tests.support.processes import ROOT
 from tests.support.saved_runs import Saved
@@ -96,8 +96,8 @@ def test_a_study_leaves_rows_and_a_verdict(name: str, tmp_path, capfd) -> None:
     result, rows = json.loads((out / "result.json").read_text()), (out / "rows.csv").read_text()
     assert result["outcome"] in get_args(Outcome)
     assert result["table"]
-    assert (out / f"{name}.png").stat().st_size > 10_000
-    assert main(replace(study, measure=None, draw=lambda rows: panels(1, 1)[0]), argv) == 0
+    assert study.draw is None or (out / f"{name}.png").stat().st_size > 10_000
+    assert main(replace(study, measure=None, draw=None), argv) == 0
     again = json.loads((out / "result.json").read_text())
     assert (again["findings"], again["must"]) == (result["findings"], result["must"])
     assert (out / "rows.csv").read_text() == rows
