@@ -63,13 +63,13 @@ def test_nanogpt_has_its_size_ties_its_head_and_decays_matrices_alone() -> None:
     assert decays == {1: 0.0, 2: 0.1}
 
 
-def test_the_kinds_whose_losses_are_compared_are_of_one_size() -> None:
+def test_kinds_are_of_the_size_of_the_twin_that_they_are_compared_with() -> None:
     def size(kind: str) -> int:
         config = load_config(equal_time.KINDS[kind].split(), TrainConfig)
         return sum(p.numel() for p in equal_time.build(config, 51)[0].parameters())
 
-    sizes = [size(kind) for kind in kinds.KINDS]
-    assert max(sizes) < 1.01 * min(sizes)
+    twin = size(kinds.TWIN)
+    assert {kind for kind in kinds.KINDS if abs(size(kind) / twin - 1) > 0.01} == set()
 
 
 @pytest.mark.parametrize(("loss", "outcome"), [(1.26, "not reproduced"), (1.209, "reproduced")])
