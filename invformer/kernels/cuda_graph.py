@@ -6,13 +6,13 @@ and runs no Python.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from invformer.numerics.private import foreach_copy_
+from invformer.numerics.private import foreach_copy_, tree_flatten
 
 
 class Replayed:
@@ -36,7 +36,7 @@ class Replayed:
             return self.function(*arguments)
         if self.graph is None:
             gc.collect()  # a graph that is freed while another is recorded spoils it
-            self.graph, self.arguments = torch.cuda.CUDAGraph(), list(tensors_in(arguments))
+            self.graph, self.arguments = torch.cuda.CUDAGraph(), tensors_in(arguments)
             with torch.cuda.graph(self.graph):
                 self.result = self.function(*arguments)
         pairs = zip(self.arguments, tensors_in(arguments), strict=True)
@@ -47,13 +47,9 @@ class Replayed:
         return self.result
 
 
-def tensors_in(x: Any) -> Iterator[Tensor]:
+def tensors_in(x: Any) -> list[Tensor]:
     """The tensors in containers of containers."""
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, Mapping | tuple | list):
-        for part in x.values() if isinstance(x, Mapping) else x:
-            yield from tensors_in(part)
+    return [leaf for leaf in tree_flatten(x)[0] if isinstance(leaf, Tensor)]
 
 
 class WithParameters(nn.Module):
