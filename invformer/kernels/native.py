@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -110,8 +109,6 @@ def _found() -> ctypes.CDLL | str:
 
 def _load() -> ctypes.CDLL:
     """The compiled code; compiled here if no intact copy is kept."""
-    if sys.platform == "win32":
-        raise OSError("not on Windows")
     arm = platform.machine().lower() in ("aarch64", "arm64")
     command = [_compiler(), *FLAGS, "-mcpu=native" if arm else "-march=native"]
     stem, folder = f"invformer-{_fingerprint(command)}", _own_folder()
