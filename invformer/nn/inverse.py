@@ -9,9 +9,9 @@ since the backward pass starts from the lowest input and computes the next one a
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -41,20 +41,6 @@ class StackSolution:
     value: Tensor
     error_bound: Float[Tensor, "*batch"]
     layers: dict[str, FixedPointSolution]
-
-
-class Undoable(Protocol):
-    """A layer y = G(x) with weights that knows (∂G/∂x)⁻ᵀ."""
-
-    def parameters(self) -> Iterable[Tensor]:
-        """All that forward may use, besides its weights."""
-        ...
-
-    def transposed(
-        self, x: Tokens, weights: Any, v: Tokens, **options: Any
-    ) -> tuple[Tokens, Tokens]:
-        """G(x), recorded for gradients, and the w with (∂G/∂x)ᵀ w = v."""
-        ...
 
 
 def undo(
@@ -97,18 +83,17 @@ def undo(
     return StackSolution(with_gradients(x, z, parts), error, solutions)
 
 
-def with_gradients(
-    x: Tokens, y: Tokens, layers: list[tuple[Undoable, Any, dict[str, Any]]]
-) -> Tokens:
+def with_gradients(x: Tokens, y: Tokens, layers: list[tuple[Any, Any, dict[str, Any]]]) -> Tokens:
     """The solution x of G_L(… G_1(x)) = y, with gradients of y, of weights and of parameters.
 
-    ``layers`` are G_1, G_2, …, with their weights and the options of :meth:`Undoable.transposed`.
-    Second derivatives are refused.
+    ``layers`` are G_1, G_2, …, with their weights and options. ``G.transposed(x, weights, v,
+    **options)`` gives G(x), recorded for gradients, and the w with (∂G/∂x)ᵀ w = v; it uses its
+    weights and ``G.parameters()``. Second derivatives are refused.
     """
     if not torch.is_grad_enabled():
         return x
     inputs: list[Any] = []
-    parts: list[tuple[Undoable, Any, int, dict[str, Any]]] = []
+    parts: list[tuple[Any, Any, int, dict[str, Any]]] = []
     for layer, weights, options in layers:
         leaves, spec = tree_flatten(weights)
         parts.append((layer, spec, len(leaves), options))
