@@ -70,9 +70,7 @@ void copy_rows(Rows<T> to, Matrix<const T> x, const T* centre, T scale, Sizes<T>
       for (int64_t c = 0; c < size.channels; ++c) out[c] -= centre[c];
     T factor = scale;
     if (view.in_ball) {
-      Vector<T> squares{};
-      for (int64_t c = 0; c < size.width; c += LANES<T>) squares += load(out + c) * load(out + c);
-      to.shrinkage[i] = 1 / std::sqrt(1 + sum<T>(squares));
+      to.shrinkage[i] = 1 / std::sqrt(1 + product(out, out, size.width));
       factor *= to.shrinkage[i];
     }
     for (int64_t c = 0; c < size.width; c += LANES<T>) store(out + c, factor * load(out + c));
@@ -84,11 +82,9 @@ template <typename T>
 void write_rows(Matrix<T> dx, T* g, Rows<T> u, T scale, Sizes<T> size, View view) {
   for (int64_t i = 0; i < size.tokens; ++i) {
     T *const g_i = g + i * size.width, factor = scale;
-    Vector<T> products{};
     if (view.in_ball) {
       const T* const u_i = u.data + i * size.width;
-      for (int64_t c = 0; c < size.width; c += LANES<T>) products += load(u_i + c) * load(g_i + c);
-      const T along = sum<T>(products) / (scale * scale);
+      const T along = product<T>(u_i, g_i, size.width) / (scale * scale);
       for (int64_t c = 0; c < size.width; c += LANES<T>)
         store(g_i + c, load(g_i + c) - along * load(u_i + c));
       factor *= u.shrinkage[i];
@@ -318,10 +314,7 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
           T *p_i = p.at(i - first), *ds_i = ds.at(i - first), *of_lag = by_lag + tokens - 1 - i;
           complete(p_i, logits.column, logits.by_lag, i);
           exponentials(p_i, log_mass[pair * tokens + i], i, visible);
-          Vector<T> products{};
-          for (int64_t j = 0; j < visible; j += LANES<T>)
-            products += load(p_i + j) * load(ds_i + j);
-          const T mean = sum<T>(products);
+          const T mean = product<T>(p_i, ds_i, visible);
           for (int64_t j = 0; j < visible; j += LANES<T>) {
             const Vector<T> x = load(p_i + j) * (load(ds_i + j) - mean);
             store(ds_i + j, x);
@@ -343,12 +336,8 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
         write_rows(dv.of(b, h), to_v, values, T(1), size, call.keys);
       }
       const T scale = l2 ? T(1) : call.scale(h);
-      if (dtemperature) {  // queries hold s q
-        Vector<T> total{};
-        for (int64_t i = 0; i < all; i += LANES<T>)
-          total += load(logits.queries.data + i) * load(to_q + i);
-        dtemperature[pair] = sum<T>(total) / scale;
-      }
+      if (dtemperature)  // queries hold s q
+        dtemperature[pair] = product<T>(logits.queries.data, to_q, all) / scale;
       write_rows(dq.of(b, h), to_q, logits.queries, scale, size, {call.keys.in_ball, false});
       for (int64_t lag = 0; lag < tokens; ++lag)
         dbias[pair * tokens + lag] = by_lag[tokens - 1 - lag];

@@ -54,7 +54,7 @@ void orthogonalise(Group<T> group, Quintic p, int times, double gain) {
       for (int64_t k = 0; k < columns; k += PANEL<T>)
         multiply<T>({result.panel(j), PANEL<T>}, {copied.panel(k), PANEL<T>},
                     {q.panel(j) + k * PANEL<T>, PANEL<T>}, w.rows, PANEL<T>, PANEL<T>, k > 0);
-    copy_back(w, result, n);
+    by_entries(result, w, n, [&](T& x, int64_t at) { w.left[at] = x; });
   }
 }
 

@@ -51,41 +51,21 @@ T largest_entry(Weight<T> w, int64_t n) {
   return largest + nothing;
 }
 
-template <typename T>
-void copy(Panels<T> out, Weight<T> w, int64_t n, T scale) {
-  for (int64_t first = 0; first < out.columns; first += PANEL<T>) {
-    T* const panel = out.panel(first);
-    const int64_t columns = std::clamp<int64_t>(n - first, 0, PANEL<T>);
-    if (columns < PANEL<T>) std::fill_n(panel, out.rows * PANEL<T>, T(0));
+// Work on every entry of the first n columns, given where that of W lies, in the order that W has.
+template <typename T, typename Work>
+void by_entries(Panels<T> m, Weight<T> w, int64_t n, Work work) {
+  for (int64_t first = 0; first < n; first += PANEL<T>) {
+    T* const panel = m.panel(first);
+    const int64_t columns = std::min(PANEL<T>, n - first);
     if (w.column == 1) {
       for (int64_t k = 0; k < w.rows; ++k)
-        for (int64_t c = 0; c < columns; ++c)
-          panel[k * PANEL<T> + c] = scale * w.data[k * w.row + first + c];
+        for (int64_t c = 0; c < columns; ++c) work(panel[k * PANEL<T> + c], k * w.row + first + c);
       continue;
     }
     for (int64_t begin = 0; begin < w.rows; begin += DEPTH)  // what is written stays at hand
       for (int64_t c = 0; c < columns; ++c)
         for (int64_t k = begin; k < std::min(begin + DEPTH, w.rows); ++k)
-          panel[k * PANEL<T> + c] = scale * w.data[k + (first + c) * w.column];
-  }
-}
-
-// The first n columns of `from` to where `left` says, as W lies.
-template <typename T>
-void copy_back(Weight<T> w, Panels<T> from, int64_t n) {
-  for (int64_t first = 0; first < n; first += PANEL<T>) {
-    const T* const panel = from.panel(first);
-    const int64_t columns = std::min(PANEL<T>, n - first);
-    if (w.column == 1) {
-      for (int64_t k = 0; k < w.rows; ++k)
-        for (int64_t c = 0; c < columns; ++c)
-          w.left[k * w.row + first + c] = panel[k * PANEL<T> + c];
-      continue;
-    }
-    for (int64_t begin = 0; begin < w.rows; begin += DEPTH)
-      for (int64_t c = 0; c < columns; ++c)
-        for (int64_t k = begin; k < std::min(begin + DEPTH, w.rows); ++k)
-          w.left[k + (first + c) * w.column] = panel[k * PANEL<T> + c];
+          work(panel[k * PANEL<T> + c], k + (first + c) * w.column);
   }
 }
 
@@ -148,7 +128,9 @@ double scale_of(Weight<T> w, int64_t n) {
 // G = WᵀW/‖W‖_F² of a scaled copy of W; log ‖W‖_F.
 template <typename T>
 double gram_of_trace_one(Panels<T> g, Panels<T> copied, Weight<T> w, int64_t n, double scale) {
-  copy(copied, w, n, T(1 / scale));
+  if (n < copied.columns)
+    std::fill_n(copied.panel(copied.columns - PANEL<T>), copied.rows * PANEL<T>, T(0));
+  by_entries(copied, w, n, [&](T& x, int64_t at) { x = T(1 / scale) * w.data[at]; });
   symmetric_product(g, copied, copied);
   const double t = trace(g);
   multiply_by(g, T(1 / t));

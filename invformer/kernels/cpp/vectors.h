@@ -100,7 +100,14 @@ inline void transpose(Vector<T>* rows) {
   }
   if constexpr (DISTANCE > 1) transpose<T, DISTANCE / 2>(rows);
 }
-// Σ_i x_i y_i, summed in another format perhaps.
+// Σ_i x_i y_i of whole vectors.
+template <typename T>
+inline T product(const T* x, const T* y, int64_t n) {
+  Vector<T> total{};
+  for (int64_t i = 0; i < n; i += LANES<T>) total += load(x + i) * load(y + i);
+  return sum<T>(total);
+}
+// The same of any n, summed in another format perhaps.
 template <typename Total, typename T>
 Total dot(const T* x, const T* y, int64_t n) {
   Total total = 0;
