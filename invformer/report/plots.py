@@ -37,8 +37,8 @@ def plot_run(
     curves: Mapping[str, Series], path: Path, sample: str, ngram: float | None, title: str = ""
 ) -> None:
     """Write :func:`draw_summary` of a run as PNG."""
-    words = in_words(curves, sample)
-    save(draw_summary(curves, last_constants(curves), words, ngram, title), path)
+    constants = constants_of({key: values[-1] for key, (_, values) in curves.items()})
+    save(draw_summary(curves, constants, in_words(curves, sample), ngram, title), path)
 
 
 def read_curves(metrics: Path) -> dict[str, Series]:
@@ -108,13 +108,8 @@ def draw_bits_per_character(
         axes.legend()
 
 
-def last_constants(curves: Mapping[str, Series]) -> dict[str, Constants]:
-    """Estimate, local bound, bound and target of every branch, as last measured."""
-    return constants_of({key: values[-1] for key, (_, values) in curves.items()})
-
-
 def constants_of(row: Mapping[str, float]) -> dict[str, Constants]:
-    """The same of one row."""
+    """Estimate, local bound, bound and target of every branch in a row."""
     branches, target = sorted(by_branch(row).items()), row.get("lipschitz/target")
     return {short(name): {**values, "target": target} for name, values in branches}
 

@@ -40,14 +40,10 @@ def columns(lines: Sequence[tuple[str, str]]) -> list[str]:
 def branch_cells(rows: Mapping[str, BranchConstants]) -> list[list[str]]:
     """Name, estimate, local bound and bound of every branch."""
     return [
-        [name, f"{row.estimate:.4f}", *map(rounded_up, (row.local_bound, row.bound))]
+        [name, f"{row.estimate:.4f}"]
+        + ["–" if bound is None else upwards(bound, 4) for bound in (row.local_bound, row.bound)]
         for name, row in rows.items()
     ]
-
-
-def rounded_up(bound: float | None) -> str:
-    """A bound to four digits, if there is one."""
-    return "–" if bound is None else upwards(bound, 4)
 
 
 def headlines(report: Evaluation) -> list[tuple[str, str]]:

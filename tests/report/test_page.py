@@ -15,7 +15,7 @@ from invformer.evaluation.result import Evaluation, SampledText
 from invformer.nn.certificate import Certificate
 from invformer.report import table
 from invformer.report.page import keep, keep_comparison, page
-from invformer.report.plots import draw_summary, in_words, last_constants, plot_run, read_curves
+from invformer.report.plots import constants_of, draw_summary, in_words, plot_run, read_curves
 from invformer.report.recovered_text import cell_width, lines_of
 from tests.support.processes import python
 from tests.support.saved_runs import Saved
@@ -196,7 +196,8 @@ def test_nothing_that_is_drawn_is_clipped(tmp_path) -> None:
     title = table.title_of("first", "l2", "books", 0.031, weighted)
     shown = "first: l2 on books (3.1% unknown symbols). Lipschitz constants in weighted token_max"
     assert title == shown
-    figure = draw_summary(curves, last_constants(curves), words, 1.5, title)
+    last = constants_of({key: values[-1] for key, (_, values) in curves.items()})
+    figure = draw_summary(curves, last, words, 1.5, title)
     assert figure.get_suptitle() == title
     likelihood, course, bars, said = figure.axes
     assert likelihood.get_ylim()[0] < 1.5  # the n-gram
