@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tests.gpu.machine import MODELS, PRECISIONS, Machine, Row, at_most, failed, holds
@@ -34,7 +33,6 @@ def gradients(model: nn.Module, text: torch.Tensor, precision: str) -> tuple[flo
     scale = FLOAT16_SCALE if dtype == torch.float16 else 1.0
     (scale * loss).backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
-    found = [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
     return loss.item(), torch.cat([g.double().flatten().cpu() for g in found]) / scale
 
 
