@@ -7,8 +7,9 @@ non-finite loss or ended no better than the frequencies of single characters.
 The paper: dot product fails beyond 10 layers, tied L2 and Contractive-L2 train up to 18. Its
 learning rate and the place of its LayerNorm are not known to us, so dot product and L2 stand here
 in both orders: LN before each branch, and after each sum (``…_post``). The causal certificate,
-attention in the unit ball and inputs in a ball (``…_ball``) are not the paper's, nor are these:
-the recipe of ``nanogpt_cpu_causal`` (certified), dot product without LayerNorm, and a coupling.
+attention in the unit ball and inputs in a ball (``…_ball``) are not the paper's, nor are the
+learned position bias and these kinds: the recipe of ``nanogpt_cpu_causal`` (certified), dot product
+without LayerNorm, and a coupling.
 Reproduced means that dot product fails in both orders at every depth beyond 10, trains up to 10,
 and no L2 or contractive kind fails.
 """
@@ -75,7 +76,6 @@ class Options(AdamOptions):
 
     kinds: list[Kind] = option(list(get_args(Kind)), "model kinds")
     depths: list[int] = option([2, 6, 10, 14, 18], "numbers of blocks", "[1, 1e3]")
-    position_bias: bool = option(True, "learned relative position bias (the paper has none)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,6 @@ class Case(ModelCase):
     """One model and everything about its training."""
 
     kind: Kind
-    position_bias: bool
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def build_kind(case: Case) -> CharTransformer:
     stem = re.sub("_(post|ball|bare)$", "", case.kind)
     options: dict[str, Any] = {"activation_norm": True, "diagonal_scaling": False}
     model = new_model(
-        case, position_bias=case.position_bias, lipschitz_target=TARGET,
+        case, lipschitz_target=TARGET,
         input_radius=BALL if case.kind.endswith("_ball") else None, **options | NETWORKS[stem],
     )  # fmt: skip
     block: Any

@@ -51,6 +51,7 @@ from studies.training import (
 )
 
 NEWHOUSE_NATS, NEWHOUSE_ACCURACY = 1.779, 0.60  # at a constant of 2 in their norm
+C_GRADIENT = 0.9  # constant of feed-forwards that do not expand
 LayersName = Literal["contractive", "gradient", "forgetting"]
 
 
@@ -75,7 +76,6 @@ class Options(ModelOptions):
     forgotten: float = option(
         0.55, "share that attentions forget where they write, less than 1 − c", "(0, 1)"
     )
-    c_gradient: float = option(0.9, "constant of feed-forwards that do not expand", "(0, 1)")
     num_heads: int = option(1, "attention heads, a divisor of the width", "[1, 1e4]")
     d_head: int | None = option(None, "channels of a head; null is d_model/num_heads", "[1, 1e5]")
     d_ff: int | None = option(
@@ -104,7 +104,6 @@ class Case(ModelCase):
     layers: LayersName
     c: float
     forgotten: float
-    c_gradient: float
     d_head: int | None
     d_ff: int | None
     num_windows: int
@@ -168,7 +167,7 @@ def build(case: Case) -> CharTransformer:
     for _, layer in model.stack.residual_layers() if case.layers != "contractive" else ():
         if not isinstance(layer.branch, BoundedAttention):
             d_ff = case.d_ff or 8 * case.d_model  # as many parameters as others have by 4 D
-            layer.branch = GradientFeedForward(case.d_model, d_ff, case.c_gradient)
+            layer.branch = GradientFeedForward(case.d_model, d_ff, C_GRADIENT)
         elif case.layers == "forgetting":
             # Tokens have the length √D: at a sharpness of 1/2 all would be near the sphere.
             layer.branch.log_sharpness.data -= math.log(case.d_model) / 2
@@ -250,7 +249,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         f"flips at {multiple:g}r": lambda case, result, i=i: result.flips[i]
         for i, multiple in enumerate(MULTIPLES)
     }
-    fields = ["total", "layers", "c", "forgotten", "c_gradient"]
+    fields = ["total", "layers", "c", "forgotten"]
     lines, findings = table(rows, fields, flips), []
     for line in lines:
         if line["total"] == 10:
