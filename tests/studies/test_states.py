@@ -71,9 +71,7 @@ RESULT = invertibility.Result([1.0, 1e-16], 1.0)
 def test_on_the_wide_range_dot_product_never_converges_and_l2_does(scale: float, seed: int) -> None:
     case = replace(CASE, scale=scale, seed=seed)
     for map in ("l2", "contractive_kim", "contractive"):
-        assert (
-            invertibility.measure(replace(case, map=map), CPU).errors[-1] <= invertibility.REACHED
-        )
+        assert invertibility.measure(replace(case, map=map), CPU).inverted
     dot_product = invertibility.measure(replace(case, map="dot_product"), CPU)
     assert min(dot_product.errors) > 0.1
     assert not dot_product.inverted
@@ -106,11 +104,9 @@ def test_the_verdict_follows_the_rows() -> None:
     dot = replace(CASE, map="dot_product")
     failed = replace(RESULT, errors=[1.0, 1.0])
     narrow = replace(dot, reach=1.0)
-    assert (
-        invertibility.summarise([(CASE, RESULT), (dot, failed), (narrow, RESULT)]).outcome
-        == "reproduced"
-    )
-    assert invertibility.summarise([(CASE, failed), (dot, failed)]).outcome == "not reproduced"
-    assert invertibility.summarise([(CASE, RESULT), (dot, RESULT)]).outcome == "not reproduced"
+    good = [(CASE, RESULT), (dot, failed), (narrow, RESULT)]
+    assert invertibility.summarise(good).outcome == "reproduced"
     overflown = replace(RESULT, errors=[1.0, math.nan])
-    assert invertibility.summarise([(CASE, overflown), (dot, failed)]).outcome == "not reproduced"
+    for ours, theirs in ((failed, failed), (RESULT, RESULT), (overflown, failed)):
+        outcome = invertibility.summarise([(CASE, ours), (dot, theirs)]).outcome
+        assert outcome == "not reproduced"
