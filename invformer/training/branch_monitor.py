@@ -1,6 +1,7 @@
 """Local Lipschitz constants of our own models during training."""
 
 import logging
+import math
 import time
 from typing import Any
 
@@ -17,8 +18,10 @@ from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Numbers, record
 
 log = logging.getLogger(__name__)
-# Before these steps, while constants change fastest, an estimate advances so many times the rows.
-MORE_ROWS = {200: 3.0, 800: 1.5}
+# So many times the usual rows an estimate advances before these steps, after one of all rows:
+# constants change fastest at first, and those of baselines faster.
+ROWS = {200: 2.0, 800: 1.0, math.inf: 0.75}
+ROWS_OF_BASELINES = {200: 3.0, math.inf: 1.5}
 
 
 class BranchMonitor:
@@ -65,7 +68,10 @@ class BranchMonitor:
         else:
             with self.watch:
                 step = trainer.global_step
-                times = next((times for end, times in MORE_ROWS.items() if step < end), 1.0)
+                rows = ROWS if self.probe.model.is_invertible else ROWS_OF_BASELINES
+                times = next(times for end, times in rows.items() if step < end)
+                if not self.probe.has_started:
+                    times = self.probe.tokens.shape[-1]
                 record(trainer, step, self.row(self.module.weights, times=times))
 
     def validation_starts(self) -> None:
