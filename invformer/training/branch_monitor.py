@@ -33,7 +33,12 @@ class BranchMonitor:
     """
 
     def __init__(
-        self, module: CharLanguageModel, inputs: Tensor, seed: int, restored: dict[str, Any]
+        self,
+        module: CharLanguageModel,
+        inputs: Tensor,
+        seed: int,
+        restored: dict[str, Any],
+        name: str = "lipschitz",
     ) -> None:
         self.module, self.watch = module, Stopwatch(module.device)
         replays = module.graphs.replays
@@ -41,7 +46,8 @@ class BranchMonitor:
         self.beside = torch.cuda.Stream() if replays else None
         self.early: Numbers = {}
         self.probe = LipschitzProbe(module.model, inputs, seed=seed, replays=replays)
-        places = [*(f"lipschitz_branches/{name}" for name in self.probe.names), "lipschitz"]
+        self.name = name
+        places = [*(f"{name}_branches/{branch}" for branch in self.probe.names), name]
         columns = ("estimate", "local_bound", "bound")
         self.keys = {column: tuple(f"{p}/{column}" for p in places) for column in columns}
         if restored:
@@ -93,7 +99,7 @@ class BranchMonitor:
         """Estimates, as a vector on the device, and the target; None computes the weights."""
         row = self.by_key("estimate", self.probe.values(weights, stacked, times))
         if self.probe.model.is_invertible:
-            row["lipschitz/target"] = self.probe.target
+            row[f"{self.name}/target"] = self.probe.target
         return row
 
     def proven(self, probe: LipschitzProbe, stacked: Any) -> Numbers:

@@ -24,7 +24,7 @@ from invformer.training.rows import record, rows_of
 class LipschitzMonitor(L.Callback):
     """Local Lipschitz constants during training, of the submodules of any model.
 
-    The trainer's loggers get ``lipschitz/NAME`` of every submodule (:class:`.SubmoduleProbe`). A
+    The trainer's loggers get ``lipschitz/SUBMODULE`` of each of them (:class:`.SubmoduleProbe`). A
     :class:`.CharLanguageModel` is measured branch by branch instead (:class:`.BranchMonitor`),
     which is faster: at every step, in our runs. Other models: choose ``every``.
 
@@ -38,6 +38,8 @@ class LipschitzMonitor(L.Callback):
         every: optimiser steps between estimates.
         seed: of the start vectors.
         alarm: what :class:`.Alarm` does, if the trainer has none yet.
+        name: begins the keys of what is logged; monitors of one trainer need different names. The
+            alarm watches those called ``lipschitz``.
     """
 
     inputs: Any
@@ -45,8 +47,15 @@ class LipschitzMonitor(L.Callback):
     every: int = 1
     seed: int = 0
     alarm: AlarmMode = "off"
+    name: str = "lipschitz"
     watched: "BranchMonitor | SubmoduleMonitor | None" = field(default=None, init=False)
     restored: dict[str, Any] = field(default_factory=dict, init=False)
+
+    @property
+    def state_key(self) -> str:
+        """Where checkpoints keep its state."""
+        own = type(self).__qualname__
+        return own if self.name == "lipschitz" else f"{own}/{self.name}"
 
     @property
     def notes(self) -> dict[str, str]:
@@ -73,7 +82,7 @@ class LipschitzMonitor(L.Callback):
         inputs = trainer.precision_plugin.convert_input(inputs)  # as batches are
         is_ours = isinstance(pl_module, CharLanguageModel)
         kind = BranchMonitor if is_ours else SubmoduleMonitor
-        self.watched = kind(pl_module, inputs, self.seed, self.restored)  # type: ignore[arg-type]
+        self.watched = kind(pl_module, inputs, self.seed, self.restored, self.name)  # type: ignore[arg-type]
 
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
@@ -111,8 +120,10 @@ class LipschitzMonitor(L.Callback):
 class SubmoduleMonitor:
     """What :class:`LipschitzMonitor` does with any model that is not ours."""
 
-    def __init__(self, module: nn.Module, inputs: Any, seed: int, restored: dict[str, Any]) -> None:
-        self.probe = SubmoduleProbe(module, inputs, seed)
+    def __init__(
+        self, module: nn.Module, inputs: Any, seed: int, restored: dict[str, Any], name: str
+    ) -> None:
+        self.probe, self.name = SubmoduleProbe(module, inputs, seed), name
         self.measured_at = -1
         if restored:
             self.probe.load_state_dict(restored)
@@ -124,7 +135,7 @@ class SubmoduleMonitor:
         is_first, self.measured_at = self.measured_at < 0, trainer.global_step
         with unlogged(self.probe.model):
             gains = self.probe.gains()
-        keys = tuple(f"lipschitz/{name or 'whole'}" for name in gains)
+        keys = tuple(f"{self.name}/{name or 'whole'}" for name in gains)
         if keys:
             values = torch.stack([gain.double() for gain in gains.values()])
             record(trainer, trainer.global_step, {keys: values})

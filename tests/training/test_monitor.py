@@ -138,6 +138,24 @@ def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(m
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
 )
+def test_two_monitors_of_one_trainer_log_and_save_under_their_names(tmp_path: Path) -> None:
+    rows, logged = Rows(), {}
+    rows.listeners.append(lambda step, row: logged.update(row))
+    monitors = [
+        LipschitzMonitor(torch.ones(2, 3)),
+        LipschitzMonitor(torch.zeros(1, 3), name="zero"),
+    ]
+    trainer = own_trainer(*monitors, rows, max_steps=1)
+    trainer.fit(Foreign(), torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))
+    assert {"lipschitz/net.0", "zero/net.0"} <= logged.keys()
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=False)["callbacks"]
+    assert {"LipschitzMonitor", "LipschitzMonitor/zero"} <= saved.keys()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
+)
 @pytest.mark.usefixtures("single_precision")
 @pytest.mark.parametrize(("precision", "measured"), [("64-true", True), ("bf16-true", False)])
 def test_inputs_have_the_precision_of_a_foreign_trainers_batches_and_skips_are_told_once(
