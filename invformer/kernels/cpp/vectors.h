@@ -162,38 +162,16 @@ struct Room {
   }
 };
 
-// Memory that a thread's calls leave to the next: pages that the system has to clear again at each
-// call take as long as what is computed in them.
-struct Kept {
-  void* data = nullptr;
-  size_t size = 0;
-  ~Kept() { std::free(data); }
-  void swap(Kept& other) { std::swap(data, other.data), std::swap(size, other.size); }
-};
-
 // The same for all threads, had before they start: a thread has nobody to tell that there is none.
 template <typename T>
 struct Rooms {
-  static constexpr size_t MOST_KEPT = size_t(64) << 20;
-  inline static thread_local Kept kept[2];
   int64_t each;
-  Kept own;
   T* data;
   Rooms(int64_t threads, int64_t each) : each(round_up(each, 64)) {
-    const size_t size = threads * this->each * sizeof(T);
-    for (Kept& old : kept)
-      if (own.size < size) own.swap(old);
-    if (own.size < size) {
-      std::free(own.data);
-      own.data = std::aligned_alloc(64, size), own.size = own.data ? size : 0;
-    }
-    if (!own.data) throw std::bad_alloc();
-    data = static_cast<T*>(own.data);
+    data = static_cast<T*>(std::aligned_alloc(64, threads * this->each * sizeof(T)));
+    if (!data) throw std::bad_alloc();
   }
-  ~Rooms() {
-    for (Kept& old : kept)
-      if (own.size <= MOST_KEPT && own.size > old.size) own.swap(old);
-  }
+  ~Rooms() { std::free(data); }
   Rooms(const Rooms&) = delete;
   Room<T> of_this_thread() const { return {data + omp_get_thread_num() * each}; }
 };
