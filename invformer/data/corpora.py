@@ -187,16 +187,11 @@ def read_local(config: DataConfig, path: str) -> Corpus:
         text = "".join(pieces())
         pieces = lambda: [text]  # noqa: E731
     if splits:
-        sizes = by_split(length(read(splits[split])) for split in SPLITS)
+        sizes = by_split(sum(map(len, read(splits[split]))) for split in SPLITS)
     else:
-        sizes = cut(config, length(pieces()))
+        sizes = cut(config, sum(map(len, pieces())))
     unit = "bytes" if config.name == "enwik8" else "characters"
     return Corpus(config.name, path, pieces, sizes, unit, is_cut=not splits)
-
-
-def length(pieces: Iterable[str]) -> int:
-    """Number of characters."""
-    return sum(map(len, pieces))
 
 
 def split_files(folder: Path) -> dict[Split, list[Path]] | None:
@@ -265,7 +260,7 @@ def read_hub(config: DataConfig) -> Corpus:
     """A corpus from the Hub, in the splits it has there, or in its customary ones."""
     name = config.name
     texts, source = hub.read(name)
-    total = length(texts.values())
+    total = sum(map(len, texts.values()))
     if name in HUNDRED_MILLION and total != 100_000_000:
         raise DataError(
             f"{source}: {total} characters instead of 100000000; set data.path to a copy of {name}"
