@@ -121,14 +121,6 @@ void multiply_panels(Matrix<T> s, const T* x, const T* panels, int64_t rows, int
                 size.channels, PANEL<T>, false);
 }
 
-// 0, 1, 2, …
-template <typename T>
-inline typename Format<T>::Integers lane_numbers() {
-  typename Format<T>::Integers numbers{};
-  for (int lane = 0; lane < LANES<T>; ++lane) numbers[lane] = lane;
-  return numbers;
-}
-
 // s_j += column_j + b(i − j) for all j ≤ i, with b(lag) at by_lag[−lag], and −∞ for those that
 // follow in the same vector; the largest of them.
 template <typename T>
@@ -136,11 +128,13 @@ inline T complete(T* s, const T* column, const T* by_lag, int64_t i) {
   using Integer = typename Format<T>::Integer;
   constexpr T INFINITE = std::numeric_limits<T>::infinity();
   const T* bias = by_lag - i;
+  typename Format<T>::Integers lanes{};  // 0, 1, 2, …
+  for (int lane = 0; lane < LANES<T>; ++lane) lanes[lane] = lane;
   Vector<T> most = Vector<T>{} - INFINITE;
   for (int64_t j = 0; j <= i; j += LANES<T>) {
     Vector<T> x = load(s + j) + load(bias + j);
     if (column) x += load(column + j);
-    x = lane_numbers<T>() <= Integer(i - j) ? x : Vector<T>{} - INFINITE;
+    x = lanes <= Integer(i - j) ? x : Vector<T>{} - INFINITE;
     store(s + j, x);
     most = most > x ? most : x;
   }
