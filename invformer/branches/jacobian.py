@@ -15,6 +15,7 @@ from torch import Tensor
 from invformer.kernels.attention import only
 from invformer.numerics.ball import into_ball, to_ball
 from invformer.numerics.linear_map import linearise
+from invformer.weights.position_bias import biases_together
 
 # The norm of a certificate, or max_i ‖∂f_i/∂x_i‖₂, which is what a causal certificate bounds.
 Measured = Literal["token_max", "frobenius", "entry_max", "diagonal_block"]
@@ -212,7 +213,7 @@ class StackedAttention(StackedMaps):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.num_heads = len(self.weights[0].g)
-        self.bias = torch.stack([b.position(self.num_tokens) for b in self.branches])
+        self.bias = biases_together([b.position for b in self.branches], self.num_tokens)
 
     def heads(self, z: Float[Tensor, "*batch channels"]) -> Float[Tensor, "*batch heads d"]:
         """Every head's channels of a token."""

@@ -1,6 +1,7 @@
 """Masks and learned position biases, and the mass n that certificates need of them."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -146,6 +147,30 @@ class RelativePositionBias(CausalMask):
 
 # Those whose mass is known to be that of their biases.
 POSITIONS = (VisibilityMask, CausalMask, RelativePositionBias)
+
+
+def log_masses(masks: Sequence[VisibilityMask]) -> Float[Tensor, "masks heads"]:
+    """log n_h of several masks; of tables of one size at once."""
+    if tables := tables_of(masks):
+        return torch.stack(tables).logsumexp(-1)
+    return torch.stack([mask.log_mass() for mask in masks])
+
+
+def biases_together(
+    masks: Sequence[VisibilityMask], num_tokens: int
+) -> Float[Tensor, "masks heads tokens tokens"]:
+    """The additive biases of several masks; of tables of one size at once."""
+    if tables := tables_of(masks):
+        by_lag = torch.stack([table[:, : num_tokens - 1] for table in tables])
+        return toeplitz(nn.functional.pad(by_lag, (1, 0)), num_tokens)
+    return torch.stack([mask(num_tokens) for mask in masks])
+
+
+def tables_of(masks: Sequence[VisibilityMask]) -> list[Tensor]:
+    """The tables of all masks; none if they have no tables, or tables of several sizes."""
+    tables: list[Tensor] = [mask.table for mask in masks if type(mask) is RelativePositionBias]
+    alike = len(tables) == len(masks) and len({table.shape for table in tables}) == 1
+    return tables if alike else []
 
 
 def toeplitz(

@@ -20,6 +20,7 @@ from invformer.weights.position_bias import (
     CausalMask,
     RelativePositionBias,
     VisibilityMask,
+    log_masses,
 )
 
 BIASES = {"none": lambda heads, tokens: CausalMask(tokens), "table": RelativePositionBias}
@@ -193,6 +194,20 @@ def test_the_mass_of_every_bias_is_the_sum_over_its_visible_lags(bias: str) -> N
     assert (where(tokens).diagonal(dim1=-2, dim2=-1) == 0).all()
     torch.testing.assert_close(others.logsumexp(-1), where.log_mass_per_row())
     torch.testing.assert_close(where.log_mass_per_row()[:, -1], where.log_mass().double())
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("lengths", [(30, 30), (30, 12)])
+def test_masses_of_several_biases_are_those_of_each(bias: str, lengths: tuple[int, ...]) -> None:
+    masks = [position(bias, 3, tokens, torch.float64) for tokens in lengths]
+    parameters = [p for mask in masks for p in mask.parameters()]
+    for p in parameters:
+        torch.nn.init.normal_(p)
+    found, expected = log_masses(masks), torch.stack([m.log_mass() for m in masks])
+    torch.testing.assert_close(found, expected)
+    if parameters:
+        by_hand = torch.autograd.grad(expected.square().sum(), parameters)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), parameters), by_hand)
 
 
 @pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)

@@ -29,7 +29,7 @@ from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_
 from invformer.numerics.norms import Norm, Tokens, unknown_norm
 from invformer.numerics.residual_equation import Kind
 from invformer.weights.affine import affine
-from invformer.weights.position_bias import VisibilityMask
+from invformer.weights.position_bias import VisibilityMask, log_masses
 from invformer.weights.scaling import ScalingWeights
 from invformer.weights.spectral import (
     INITIAL_OUTPUT,
@@ -190,7 +190,7 @@ class ContractiveL2Attention(TiedL2Attention):
     ) -> list[L2Weights]:
         """W^Q and G_h = (c/√H) Ĝ_h / (κ_h σ_h) of each; with scalings D W^Q and G_h D⁻¹."""
         num_heads, _, d_head = branches[0].w_q.weight.shape  # L branches of H heads together
-        log_mass = torch.stack([b.position.log_mass() for b in branches])  # log n, (L, H) or (L, 1)
+        log_mass = log_masses([b.position for b in branches])  # log n, (L, H) or (L, 1)
         log_mass = log_mass.to(branches[0].w_q.weight)
         if branches[0].certificate == "causal":
             kappa = causal_gain_from_log(log_mass)  # κ′ = 1 + 2 W₀(n e^{−3/2})
