@@ -1,8 +1,8 @@
 """The local constants of any model's submodules, step after step, for two or four products each."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ MATRIX, IDENTITY = -1, -2
 IDENTITIES = nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 
 class SubmoduleProbe:
@@ -88,10 +89,16 @@ class SubmoduleProbe:
             for level in sorted(taps.levels, reverse=True):  # what is inside, first
                 if self.num_measured in {0, *(AGAIN**k for k in range(12))}:
                     self._find_groups(taps, level)
-                part = 1.0 if self.num_measured < EARLY else RESTLESS
-                found |= self._step(taps, level, part)
+                kinds = grouped(taps.levels[level], self._maps_entries)
+                for names in kinds:
+                    step = self._step_of_entries if self._maps_entries(names[0]) else self._step
+                    found |= step(taps, level, names)
             self.num_measured += 1
             return {name: found[name] for name in self.left if name in found}
+
+    def _maps_entries(self, name: str) -> bool:
+        """Whether a submodule maps every entry on its own."""
+        return self.dims[name] == self.left[name].dim()
 
     def _fits(self, modules: dict[str, nn.Module], taps: Taps) -> bool:
         """Whether the vectors have the shapes of this model's outputs at these inputs."""
@@ -136,23 +143,15 @@ class SubmoduleProbe:
         self.left[name] = torch.where(gain.isfinite() & (gain > 0), a, self.left[name])
         return gain
 
-    def _step(self, taps: Taps, level: int, part: float) -> dict[str, Tensor]:
-        """One step of power iteration for all submodules of a level, and a second one for some.
+    def _step(self, taps: Taps, level: int, names: list[str]) -> dict[str, Tensor]:
+        """One step of power iteration for submodules of a level, and a second one for some."""
+        at, found, mixing = taps.levels[level], {}, []
 
-        The second one takes that part of the submodules that mix everything whose gains grew most.
-        """
-        alike: dict[Any, list[str]] = {}
-        entries: list[str] = []
-        for name, tap in taps.levels[level].items():
+        def form(name: str) -> Hashable:
             y = self.left[name]
-            if self.dims[name] == y.dim():
-                entries.append(name)
-                continue
-            alike.setdefault((self.dims[name], y.shape, tap.input_shape, y.dtype), []).append(name)
-        stacks, mixing = list(alike.values()), []
-        found = self._step_of_entries(taps, level, entries) if entries else {}
-        if not stacks:
-            return found
+            return self.dims[name], y.shape, at[name].input_shape, y.dtype
+
+        stacks = grouped(names, form)
         left = [torch.stack([self.left[name] for name in names]) for names in stacks]
         w, push = taps.pair(level, stacks, left)
         right = list(map(self._turned, stacks, left, w))
@@ -166,7 +165,7 @@ class SubmoduleProbe:
                 mixing += zip(names, x, image, gain / before, strict=True)
             self._keep(names, image - over(shift, image) * a, heavy, gain)
         if mixing:
-            found |= self._second_step(taps, level, mixing, part)
+            found |= self._second_step(taps, level, mixing)
         return found
 
     def _step_of_entries(self, taps: Taps, level: int, names: list[str]) -> dict[str, Tensor]:
@@ -202,18 +201,20 @@ class SubmoduleProbe:
             self.weights[name] = share
 
     def _second_step(
-        self, taps: Taps, level: int, mixing: list[tuple[str, Tensor, Tensor, Tensor]], part: float
+        self, taps: Taps, level: int, mixing: list[tuple[str, Tensor, Tensor, Tensor]]
     ) -> dict[str, Tensor]:
-        """The largest gain in the span of x and JᵀJx, from x and Jx (Lanczos)."""
+        """The largest gain in the span of x and JᵀJx, from x and Jx (Lanczos).
+
+        Of the submodules that mix everything it takes the part whose gains grew most.
+        """
+        part = 1.0 if self.num_measured < EARLY else RESTLESS
         growth = torch.stack([each[-1] for each in mixing]).nan_to_num().tolist()
         order = sorted(range(len(mixing)), key=growth.__getitem__, reverse=True)
-        alike: dict[Any, list[tuple[str, Tensor, Tensor, Tensor]]] = {}
-        for i in order[: max(1, int(part * len(mixing)))]:
-            _, x, image, _ = mixing[i]
-            alike.setdefault((x.shape, image.shape, x.dtype), []).append(mixing[i])
-        stacks = [[name for name, *_ in some] for some in alike.values()]
-        xs = [torch.stack([x for _, x, *_ in some]) for some in alike.values()]
-        images = [torch.stack([image for *_, image, _ in some]) for some in alike.values()]
+        most = [mixing[i] for i in order[: max(1, int(part * len(mixing)))]]
+        alike = grouped(most, lambda each: (each[1].shape, each[2].shape, each[1].dtype))
+        stacks = [[name for name, *_ in some] for some in alike]
+        xs = [torch.stack([x for _, x, *_ in some]) for some in alike]
+        images = [torch.stack([image for *_, image, _ in some]) for some in alike]
         w, push = taps.pair(level, stacks, list(map(unit, images)))
         others = [across(across(each, x), x) for each, x in zip(w, xs, strict=True)]  # maybe short
         found: dict[str, Tensor] = {}
@@ -284,6 +285,14 @@ class SubmoduleProbe:
             setattr(self, name, dict(value) if isinstance(value, Mapping) else value)
         for held in (self.left, self.weights):
             held.update({name: tensor.to(device) for name, tensor in held.items()})
+
+
+def grouped(items: Iterable[Item], form: Callable[[Item], Hashable]) -> list[list[Item]]:
+    """Items of one form together, in the order in which forms appear."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
+        groups.setdefault(form(item), []).append(item)
+    return list(groups.values())
 
 
 def unit(x: Tensor) -> Tensor:

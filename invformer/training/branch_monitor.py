@@ -38,7 +38,7 @@ class BranchMonitor:
         inputs: Tensor,
         seed: int,
         restored: dict[str, Any],
-        name: str = "lipschitz",
+        name: str,
     ) -> None:
         self.module, self.watch = module, Stopwatch(module.device)
         replays = module.graphs.replays
@@ -74,11 +74,14 @@ class BranchMonitor:
         else:
             with self.watch:
                 step = trainer.global_step
-                rows = ROWS if self.probe.model.is_invertible else ROWS_OF_BASELINES
-                times = next(times for end, times in rows.items() if step < end)
-                if not self.probe.has_started:
-                    times = self.probe.tokens.shape[-1]
-                record(trainer, step, self.row(self.module.weights, times=times))
+                record(trainer, step, self.row(self.module.weights, times=self.times(step)))
+
+    def times(self, step: int) -> float:
+        """So many times the usual rows are advanced at a step."""
+        if not self.probe.has_started:
+            return self.probe.tokens.shape[-1]
+        rows = ROWS if self.probe.model.is_invertible else ROWS_OF_BASELINES
+        return next(times for end, times in rows.items() if step < end)
 
     def validation_starts(self) -> None:
         """Leave the validation out of the time that the monitor's is compared with."""
