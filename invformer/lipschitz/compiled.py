@@ -4,12 +4,12 @@
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from invformer.branches.compiled import Fields
 from invformer.kernels import native
@@ -80,46 +80,119 @@ def can_take(
     )
 
 
-def estimates(
-    stack: InvertibleStack | PreNormStack,
-    weights: FoldedStackWeights | None,
-    x: Float[Tensor, "sequences tokens channels"],
-    iterations: Sequence[PowerIteration],
-    num_steps: int,
-    diagonal: bool,
-    threads: int,
-    times: float = 1.0,
-) -> Float[Tensor, "branches"]:
-    """The largest gain of every branch after some steps; the iterations go on from there.
+class CompiledEstimates:
+    """The branches of a stack as compiled code takes them, and the iterations that follow them.
 
-    ``iterations`` are of the attentions and of the feed-forwards, x is the input of the stack. A
-    baseline has no ``weights``. ``diagonal`` means only the diagonal blocks ∂f_i/∂x_i. It takes
-    ``threads`` at most. A step advances so many ``times`` the rows that others do.
+    Weights lie elsewhere at every step, so their addresses are written before each call. All else
+    is found once, and again whenever a tensor has another form than before.
+
+    Args:
+        stack: the blocks, for which compiled code :func:`can_take` the place of operations.
+        iterations: of the attentions and of the feed-forwards.
     """
-    branches = of_baseline(stack) if weights is None else of_invertible(stack, weights)
-    count, width = len(branches) // len(iterations), iterations[0].left.shape[-1]
-    values, text = x.new_empty(len(branches)), x.shape[:-1]
-    estimates_at = addresses(values, values.shape, x.dtype)
-    for first, iteration in enumerate(iterations):
-        own = branches[first :: len(iterations)]
-        rows = chosen_rows(iteration, "heads" in own[0], times)
-        turn = native.pointer(iteration.turn, dtype=torch.int64)
-        places = zip(
-            addresses(iteration.left, (count, *text, width), x.dtype),
-            addresses(iteration.lengths, (count, *text), x.dtype),
-            estimates_at[first :: len(iterations)], strict=True,
-        )  # fmt: skip
-        for branch, (left, lengths, estimate) in zip(own, places, strict=True):
-            branch |= {"left": left, "lengths": lengths, "estimate": estimate, "turn": turn, **rows}
-    entries = iterations[0].norm == "entry_max"
-    each = [_Branch(**addressed(branch, x, width)) for branch in branches]
-    sizes = *x.shape[:-1], width, x.shape[-1] // width, len(each)
-    call = _Call(*sizes, num_steps, diagonal, entries, min(threads, len(each)))
-    inputs = native.pointer(x, *x.shape, dtype=x.dtype)
-    native.call("advance", x.dtype, (_Branch * len(each))(*each), inputs, call)
-    for iteration, branch in zip(iterations, branches, strict=False):
-        iteration.turn += num_steps * branch["in_turn"]
-    return values
+
+    def __init__(
+        self, stack: InvertibleStack | PreNormStack, iterations: Sequence[PowerIteration]
+    ) -> None:
+        self.stack, self.iterations = stack, iterations
+        self.branches: Any = ()
+        self.forms: list[Any] = []  # of all tensors when branches were found
+        # Owners and names of the parameters among them; which tensor stands in which field.
+        self.parameters: list[tuple[nn.Module, str]] = []
+        self.places: list[tuple[_Branch, str, int]] = []
+
+    def advance(
+        self,
+        weights: FoldedStackWeights | None,
+        x: Float[Tensor, "sequences tokens channels"],
+        num_steps: int,
+        diagonal: bool,
+        threads: int,
+        times: float = 1.0,
+    ) -> Float[Tensor, "branches"]:
+        """The largest gain of every branch after some steps; the iterations go on from there.
+
+        x is the input of the stack. A baseline has no ``weights``. ``diagonal`` means only the
+        diagonal blocks ∂f_i/∂x_i. It takes ``threads`` at most. A step advances so many ``times``
+        the rows that others do.
+        """
+        used = self.find(weights or weights_of_baseline(self.stack), x)
+        parts, width = len(self.iterations), self.iterations[0].left.shape[-1]
+        count, text = len(self.branches) // parts, x.shape[:-1]
+        values = x.new_empty(len(self.branches))
+        estimates = addresses(values, values.shape, x.dtype)
+        for first, iteration in enumerate(self.iterations):
+            lefts = addresses(iteration.left, (count, *text, width), x.dtype)
+            lengths = addresses(iteration.lengths, (count, *text), x.dtype)
+            common = chosen_rows(iteration, self.branches[first].heads > 0, times)
+            common["turn"] = native.pointer(iteration.turn, dtype=torch.int64)
+            for n, i in enumerate(range(first, len(self.branches), parts)):
+                own = {"left": lefts[n], "lengths": lengths[n], "estimate": estimates[i], **common}
+                for name, value in own.items():
+                    setattr(self.branches[i], name, value)
+        entries = self.iterations[0].norm == "entry_max"
+        sizes = *text, width, x.shape[-1] // width, len(self.branches)
+        call = _Call(*sizes, num_steps, diagonal, entries, min(threads, len(self.branches)))
+        inputs = native.pointer(x, *x.shape, dtype=x.dtype)
+        native.call("advance", x.dtype, self.branches, inputs, call)
+        del used  # not earlier
+        for iteration, branch in zip(self.iterations, self.branches, strict=False):
+            iteration.turn += num_steps * branch.in_turn
+        return values
+
+    def find(self, weights: Any, x: Tensor) -> Any:
+        """Make the branches known to compiled code; what is returned has to outlive its call."""
+        tensors = self.tensors(weights)
+        if [x.shape, x.dtype, *map(form, tensors)] == self.forms:
+            at = [t.data_ptr() for t in tensors]
+            for branch, name, i in self.places:
+                setattr(branch, name, at[i])
+            return tensors
+        fields = fields_of_all(self.stack, weights)
+        width = self.iterations[0].left.shape[-1]
+        each = [_Branch(**addressed(branch, x, width)) for branch in fields]
+        self.branches = (_Branch * len(each))(*each)
+        at = [
+            (branch, name, t.data_ptr())
+            for branch, own in zip(self.branches, fields, strict=True)
+            for name, t in own.items()
+            if isinstance(t, Tensor)
+        ]
+        needed = {address for *_, address in at}
+        self.parameters = [
+            (module, name)
+            for module in self.stack.modules()
+            for name, p in module.named_parameters(recurse=False)
+            if p.data_ptr() in needed
+        ]
+        tensors = self.tensors(weights)
+        index = {t.data_ptr(): i for i, t in enumerate(tensors)}
+        self.forms = []
+        if needed <= index.keys():  # no copies, whose addresses would not be found again
+            self.places = [(branch, name, index[address]) for branch, name, address in at]
+            self.forms = [x.shape, x.dtype, *map(form, tensors)]
+        return tensors, fields
+
+    def tensors(self, weights: Any) -> list[Tensor]:
+        """Those of the weights, and parameters that branches have beside them."""
+        parameters = [getattr(module, name) for module, name in self.parameters]
+        return [*leaves(weights), *parameters]
+
+
+def form(t: Tensor) -> tuple[Any, ...]:
+    """All that compiled code has to know of a tensor but its address."""
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.layout, t.is_neg()
+
+
+def leaves(weights: Any) -> Iterator[Tensor]:
+    """The tensors in mappings and sequences."""
+    if isinstance(weights, Tensor):
+        yield weights
+    elif isinstance(weights, Mapping):
+        yield from leaves(list(weights.values()))
+    elif isinstance(weights, tuple | list):
+        for each in weights:
+            yield from leaves(each)
 
 
 def addresses(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> range:
@@ -166,6 +239,11 @@ def addressed(branch: Fields, x: Tensor, width: int) -> dict[str, Any]:
     return own
 
 
+def fields_of_all(stack: Any, weights: Any) -> list[Fields]:
+    """What is known of every branch."""
+    return (of_baseline if isinstance(weights, list) else of_invertible)(stack, weights)
+
+
 def of_invertible(stack: Any, weights: FoldedStackWeights) -> list[Fields]:
     """Every residual layer, with the ActivationNorm that follows it."""
     found: list[Fields] = []
@@ -190,11 +268,15 @@ def fields_of(layer: InvertibleResidual, weights: ResidualWeights | FoldedWeight
     return own
 
 
-def of_baseline(stack: Any) -> list[Fields]:
+def weights_of_baseline(stack: Any) -> list[Any]:
+    """Those of the attentions."""
+    attentions = [block.attention.inner for block in stack.blocks]
+    return attentions[0].weights_of(attentions)
+
+
+def of_baseline(stack: Any, weights: list[Any]) -> list[Fields]:
     """Both branches of every block; the attention of a coupling adds to the first stream."""
     found: list[Fields] = []
-    attentions = [block.attention.inner for block in stack.blocks]
-    weights = attentions[0].weights_of(attentions)
     for block, of_attention in zip(stack.blocks, weights, strict=True):
         found.append(block.attention.compiled_fields(of_attention))
         found.append(block.feed_forward.compiled_fields(None))

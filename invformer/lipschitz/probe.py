@@ -100,6 +100,7 @@ class LipschitzProbe:
         self.target = max(getattr(branch, "lipschitz_target", math.inf) for branch in self.branches)
         self.iterations = [part.iteration for part in self.parts]
         self.is_compiled = compiled.can_take(blocks, self.branches, self.iterations)
+        self.compiled = compiled.CompiledEstimates(model.stack, self.iterations)
         self.has_started = False
         # Recorded twice: with weights that are given, and with those that it computes.
         self.replayed = {given: Replayed(self.by_torch) for given in (True, False) if replays}
@@ -157,8 +158,7 @@ class LipschitzProbe:
             weights = weights or self.model.weights()
             x, diagonal = self.model.embedding(self.tokens), self.measured == "diagonal_block"
             threads = 1 if is_short else torch.get_num_threads()
-            how = self.iterations, num_steps, diagonal, threads, times
-            values = compiled.estimates(self.model.stack, weights, x, *how)
+            values = self.compiled.advance(weights, x, num_steps, diagonal, threads, times)
             return values.mul_(rounding_factor(values))
         if self.replayed and num_steps == 1 and stacked is None:
             return self.replayed[weights is not None](weights)

@@ -47,6 +47,7 @@ class BranchMonitor:
         self.early: Numbers = {}
         self.probe = LipschitzProbe(module.model, inputs, seed=seed, replays=replays)
         self.name = name
+        self.overhead = "perf/monitor_overhead" + f"/{name}" * (name != "lipschitz")
         places = [*(f"{name}_branches/{branch}" for branch in self.probe.names), name]
         columns = ("estimate", "local_bound", "bound")
         self.keys = {column: tuple(f"{p}/{column}" for p in places) for column in columns}
@@ -94,7 +95,7 @@ class BranchMonitor:
             stacked = self.probe.stacked()
             record(trainer, step, self.row(None, stacked) | self.proven(self.probe, stacked))
         if (share := self.watch.share(self.stopped)) is not None:
-            record(trainer, step, {"perf/monitor_overhead": share})
+            record(trainer, step, {self.overhead: share})
 
     def row(
         self, weights: FoldedStackWeights | None, stacked: Any = None, times: float = 1.0

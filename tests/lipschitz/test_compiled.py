@@ -90,6 +90,29 @@ def test_estimates_are_those_of_stacked_branches(name: str, size: str, monkeypat
     torch.testing.assert_close(*both(model, tokens, monkeypatch), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("gaps", [False, True], ids=["as they are", "with gaps"])
+@pytest.mark.parametrize("make", [partial(trained, scaled=True), l2_baseline])
+def test_weights_are_found_again_wherever_they_lie(
+    make: Callable[[], CharTransformer], gaps: bool
+) -> None:
+    def spread(weights):
+        if isinstance(weights, torch.Tensor):  # its parts are copies when heads are merged
+            return weights.mT.contiguous().mT if weights.dim() == 3 and gaps else weights
+        if isinstance(weights, dict):
+            return {name: spread(each) for name, each in weights.items()}
+        return type(weights)(*map(spread, weights)) if isinstance(weights, tuple) else weights
+
+    model, tokens = trained_a_little(make()), random_tokens(1)
+    compiled, launched = LipschitzProbe(model, tokens), LipschitzProbe(model, tokens)
+    launched.is_compiled = False
+    for step in range(4):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.01
+        weights = model.weights(folded=step != 2) if model.is_invertible else None
+        found = compiled.values(spread(weights)), launched.values(weights)
+        torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize("measured", ["token_max", "entry_max", "diagonal_block"])
 @pytest.mark.parametrize("make", [baseline, convolutional_baseline, l2_baseline, coupling])
 def test_branches_of_baselines_begin_with_their_layer_norm(
