@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from invformer.lipschitz.double_backward import pulling
 from invformer.numerics.linear_map import LinearMap
 
 
@@ -64,7 +65,7 @@ def product(y: Tensor, x: Tensor, a: Tensor, create_graph: bool = False) -> Tens
     """aᵀ ∂y/∂x, which is 0 if y does not depend on x."""
     if not y.requires_grad:
         return torch.zeros_like(x)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), pulling():
         return torch.autograd.grad(
             y, x, a.clone(), retain_graph=True, create_graph=create_graph, materialize_grads=True
         )[0]

@@ -100,6 +100,8 @@ class CompiledEstimates:
         # Owners and names of the parameters among them; which tensor stands in which field.
         self.parameters: list[tuple[nn.Module, str]] = []
         self.places: list[tuple[_Branch, str, int]] = []
+        self.followed: list[float] = []  # times, and where the iterations' vectors lie
+        self.values = torch.empty(0)
 
     def advance(
         self,
@@ -117,28 +119,17 @@ class CompiledEstimates:
         the rows that others do.
         """
         used = self.find(weights or weights_of_baseline(self.stack), x)
-        parts, width = len(self.iterations), self.iterations[0].left.shape[-1]
-        count, text = len(self.branches) // parts, x.shape[:-1]
-        values = x.new_empty(len(self.branches))
-        estimates = addresses(values, values.shape, x.dtype)
-        for first, iteration in enumerate(self.iterations):
-            lefts = addresses(iteration.left, (count, *text, width), x.dtype)
-            lengths = addresses(iteration.lengths, (count, *text), x.dtype)
-            common = chosen_rows(iteration, self.branches[first].heads > 0, times)
-            common["turn"] = native.pointer(iteration.turn, dtype=torch.int64)
-            for n, i in enumerate(range(first, len(self.branches), parts)):
-                own = {"left": lefts[n], "lengths": lengths[n], "estimate": estimates[i], **common}
-                for name, value in own.items():
-                    setattr(self.branches[i], name, value)
+        self.follow(x, times)
         entries = self.iterations[0].norm == "entry_max"
-        sizes = *text, width, x.shape[-1] // width, len(self.branches)
+        width = self.iterations[0].left.shape[-1]
+        sizes = *x.shape[:-1], width, x.shape[-1] // width, len(self.branches)
         call = _Call(*sizes, num_steps, diagonal, entries, min(threads, len(self.branches)))
         inputs = native.pointer(x, *x.shape, dtype=x.dtype)
         native.call("advance", x.dtype, self.branches, inputs, call)
         del used  # not earlier
         for iteration, branch in zip(self.iterations, self.branches, strict=False):
             iteration.turn += num_steps * branch.in_turn
-        return values
+        return self.values.clone()
 
     def find(self, weights: Any, x: Tensor) -> Any:
         """Make the branches known to compiled code; what is returned has to outlive its call."""
@@ -148,6 +139,7 @@ class CompiledEstimates:
             for branch, name, i in self.places:
                 setattr(branch, name, at[i])
             return tensors
+        self.followed = []
         fields = fields_of_all(self.stack, weights)
         width = self.iterations[0].left.shape[-1]
         each = [_Branch(**addressed(branch, x, width)) for branch in fields]
@@ -172,6 +164,26 @@ class CompiledEstimates:
             self.places = [(branch, name, index[address]) for branch, name, address in at]
             self.forms = [x.shape, x.dtype, *map(form, tensors)]
         return tensors, fields
+
+    def follow(self, x: Tensor, times: float) -> None:
+        """Make rows, vectors and estimates known to compiled code, unless they are."""
+        own = [t for each in self.iterations for t in (each.left, each.lengths, each.turn)]
+        if [times, *(t.data_ptr() for t in own)] == self.followed:
+            return
+        parts, text = len(self.iterations), x.shape[:-1]
+        width, count = self.iterations[0].left.shape[-1], len(self.branches) // parts
+        self.values = x.new_empty(len(self.branches))
+        estimates = addresses(self.values, self.values.shape, x.dtype)
+        for first, iteration in enumerate(self.iterations):
+            lefts = addresses(iteration.left, (count, *text, width), x.dtype)
+            lengths = addresses(iteration.lengths, (count, *text), x.dtype)
+            common = chosen_rows(iteration, self.branches[first].heads > 0, times)
+            common["turn"] = native.pointer(iteration.turn, dtype=torch.int64)
+            for n, i in enumerate(range(first, len(self.branches), parts)):
+                own_of = {"left": lefts[n], "lengths": lengths[n], "estimate": estimates[i]}
+                for name, value in (own_of | common).items():
+                    setattr(self.branches[i], name, value)
+        self.followed = [times, *(t.data_ptr() for t in own)]
 
     def tensors(self, weights: Any) -> list[Tensor]:
         """Those of the weights, and parameters that branches have beside them."""
@@ -202,7 +214,7 @@ def addresses(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> range:
     return range(first, first + len(t) * size, size)
 
 
-def chosen_rows(iteration: PowerIteration, promises: bool, times: float) -> dict[str, int]:
+def chosen_rows(iteration: PowerIteration, promises: bool, times: float) -> dict[str, Any]:
     """How many rows a step advances: the largest, of attention those that promise most, others."""
     count, tokens = iteration.slots.shape[-1], iteration.left.shape[-2]
     at_once = min(int(times * count), tokens)
@@ -241,7 +253,9 @@ def addressed(branch: Fields, x: Tensor, width: int) -> dict[str, Any]:
 
 def fields_of_all(stack: Any, weights: Any) -> list[Fields]:
     """What is known of every branch."""
-    return (of_baseline if isinstance(weights, list) else of_invertible)(stack, weights)
+    if isinstance(weights, list):
+        return of_baseline(stack, weights)
+    return of_invertible(stack, weights)
 
 
 def of_invertible(stack: Any, weights: FoldedStackWeights) -> list[Fields]:

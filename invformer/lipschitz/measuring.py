@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
 
 from invformer.kernels.attention import only
+from invformer.lipschitz.double_backward import gelu_of, layer_norm_of
 from invformer.numerics.precision import changed, without_autocast
 from invformer.numerics.private import BACKWARD_HOOKS
 
@@ -65,6 +67,8 @@ def measuring(model: nn.Module) -> Iterator[None]:
         changed(lambda: checkpoint.CheckpointFunction, set_class, Unchecked),
         sdpa_kernel(SDPBackend.MATH),
         torch.compiler.set_stance("force_eager"),
+        changed(lambda: F.layer_norm, partial(setattr, F, "layer_norm"), layer_norm_of),
+        changed(lambda: F.gelu, partial(setattr, F, "gelu"), gelu_of),
     ):
         yield
 

@@ -15,9 +15,9 @@ from invformer.lipschitz.taps import Taps
 # Steps of power iteration of the first estimate, which starts at random.
 FIRST_STEPS = 8
 # Steps of a matrix; twice as many in the measurements after it, while weights move fast.
-STEPS_OF_MATRIX, EARLY = 3, 10
+STEPS_OF_MATRIX, EARLY = 2, 10
 # Part of the submodules that mix everything which take a second step, all of them while EARLY.
-RESTLESS = 0.5
+RESTLESS = 0.25
 # Part of ‖J‖² that is subtracted from JJᵀ; below ½ the largest singular value stays the largest.
 SHIFT = 0.4
 # Weight of all groups but the largest in a vector: enough to see them, and no part of its gain.
@@ -37,8 +37,8 @@ class SubmoduleProbe:
 
     The first measurement is :func:`.local_constants` with few steps. A later one starts from its
     vectors and takes one step of power iteration, a product with Jᵀ and one with J, with the
-    model's present weights. Those submodules that mix all entries whose gains grew most, half of
-    them, take a second step, because another singular vector may have become the largest. One
+    model's present weights. Those submodules that mix all entries whose gains grew most, a quarter
+    of them, take a second step, because another singular vector may have become the largest. One
     forward pass serves all submodules; those of one level of nesting share their products
     (:class:`.Taps`). A ``nn.Linear`` takes products with its matrix instead.
 
@@ -155,7 +155,7 @@ class SubmoduleProbe:
         left = [torch.stack([self.left[name] for name in names]) for names in stacks]
         w, push = taps.pair(level, stacks, left)
         right = list(map(self._turned, stacks, left, w))
-        images = push([x for x, *_ in right])
+        images = push(named(stacks, [x for x, *_ in right]))
         for names, a, each, (x, heavy, shift), image in zip(
             stacks, left, w, right, images, strict=True
         ):
@@ -163,26 +163,23 @@ class SubmoduleProbe:
             found.update(zip(names, torch.maximum(gain, before), strict=True))
             if self.dims[names[0]] == 0:
                 mixing += zip(names, x, image, gain / before, strict=True)
-            self._keep(names, image - over(shift, image) * a, heavy, gain)
+            self._keep(names, a, image - over(shift, image) * a, heavy, gain)
         if mixing:
-            found |= self._second_step(taps, level, mixing)
+            found |= self._second_step(taps, level, mixing, stacks, push)
         return found
 
     def _step_of_entries(self, taps: Taps, level: int, names: list[str]) -> dict[str, Tensor]:
-        """The largest row of J, which consists of numbers if f maps every entry on its own."""
-        rows = taps.products(level, {name: torch.ones_like(self.left[name]) for name in names})
-        chosen = {}
-        for name in names:
-            sizes, zeros = rows[name], torch.zeros_like(self.left[name])
-            if sizes is not None:
-                largest = norms(sizes, zeros.dim()).argmax()
-                zeros.view(-1)[largest] = 1.0
-            chosen[name] = zeros
-        rows = taps.products(level, chosen)
-        return {
-            name: self.left[name].new_zeros(()) if row is None else row.norm()
-            for name, row in rows.items()
-        }
+        """The gain where it was largest before, from a product that shows where it is now."""
+        found = {}
+        for _ in range(2 if self.num_measured < EARLY else 1):
+            for name, w in taps.products(level, {n: self.left[n] for n in names}).items():
+                if w is None:
+                    found[name] = self.left[name].new_zeros(())
+                    continue
+                found[name] = w.norm()
+                growth = (w / self.weights[name]).abs()
+                self.weights[name] = self.left[name] = heaviest(growth[None])[0]
+        return found
 
     def _turned(self, names: list[str], a: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Unit vectors x of the right side for w = Jᵀa, weights of their groups, and the shifts."""
@@ -192,16 +189,22 @@ class SubmoduleProbe:
         # (JJᵀ − s) a of each group turns to its limit faster than JJᵀa.
         return w * over(heavy / lengths, w), heavy, SHIFT * lengths * heavy / share**2
 
-    def _keep(self, names: list[str], image: Tensor, heavy: Tensor, gain: Tensor) -> None:
-        """Directions for the next measurement, unless they are not finite."""
+    def _keep(
+        self, names: list[str], a: Tensor, image: Tensor, heavy: Tensor, gain: Tensor
+    ) -> None:
+        """Directions for the next measurement, instead of a unless they are not finite."""
         image = image * over(heavy / longer_than_zero(norms(image, heavy.dim())), image)
-        moves = (gain.isfinite() & (gain > 0)).unbind()
-        for name, move, new, share in zip(names, moves, image, heavy, strict=True):
-            self.left[name] = torch.where(move, new, self.left[name])
-            self.weights[name] = share
+        moves = over(gain.isfinite() & (gain > 0), a)
+        self.left |= zip(names, torch.where(moves, image, a).unbind(), strict=True)
+        self.weights |= zip(names, heavy.unbind(), strict=True)
 
     def _second_step(
-        self, taps: Taps, level: int, mixing: list[tuple[str, Tensor, Tensor, Tensor]]
+        self,
+        taps: Taps,
+        level: int,
+        mixing: list[tuple[str, Tensor, Tensor, Tensor]],
+        stacks: list[list[str]],
+        push: Callable[[dict[str, Tensor]], list[Tensor]],
     ) -> dict[str, Tensor]:
         """The largest gain in the span of x and JᵀJx, from x and Jx (Lanczos).
 
@@ -211,20 +214,27 @@ class SubmoduleProbe:
         growth = torch.stack([each[-1] for each in mixing]).nan_to_num().tolist()
         order = sorted(range(len(mixing)), key=growth.__getitem__, reverse=True)
         most = [mixing[i] for i in order[: max(1, int(part * len(mixing)))]]
-        alike = grouped(most, lambda each: (each[1].shape, each[2].shape, each[1].dtype))
-        stacks = [[name for name, *_ in some] for some in alike]
-        xs = [torch.stack([x for _, x, *_ in some]) for some in alike]
-        images = [torch.stack([image for *_, image, _ in some]) for some in alike]
-        w, push = taps.pair(level, stacks, list(map(unit, images)))
-        others = [across(across(each, x), x) for each, x in zip(w, xs, strict=True)]  # maybe short
+        groups = grouped(most, lambda each: (each[1].shape, each[2].shape, each[1].dtype))
+        names = [[name for name, *_ in some] for some in groups]
+        xs = [torch.stack([x for _, x, *_ in some]) for some in groups]
+        images = [torch.stack([image for *_, image, _ in some]) for some in groups]
+        w = taps.products(level, named(names, map(unit, images)))
+        pulled = [
+            torch.stack([zeros if (each := w[name]) is None else each for name in some])
+            for some, zeros in zip(names, (torch.zeros_like(x[0]) for x in xs), strict=True)
+        ]
+        others = [across(across(each, x), x) for each, x in zip(pulled, xs, strict=True)]
+        pushed = named(stacks, push(named(names, others)))
         found: dict[str, Tensor] = {}
-        for names, x, o, d, p in zip(stacks, xs, images, others, push(others), strict=True):
+        for some, x, o, d in zip(names, xs, images, others, strict=True):
+            p = torch.stack([pushed[name] for name in some])
             angle = torch.atan2(2 * inner(o, p), inner(o, o) - inner(p, p)) / 2
             cos, sin = angle.cos(), angle.sin()
             best, image = (over(cos, a) * a + over(sin, b) * b for a, b in ((x, d), (o, p)))
             gain = norms(image, 1) / norms(best, 1)
-            found.update(zip(names, gain, strict=True))
-            self._keep(names, image, torch.ones_like(gain), gain)
+            found.update(zip(some, gain, strict=True))
+            a = torch.stack([self.left[name] for name in some])
+            self._keep(some, a, image, torch.ones_like(gain), gain)
         return found
 
     def _find_groups(self, taps: Taps, level: int) -> None:
@@ -293,6 +303,15 @@ def grouped(items: Iterable[Item], form: Callable[[Item], Hashable]) -> list[lis
     for item in items:
         groups.setdefault(form(item), []).append(item)
     return list(groups.values())
+
+
+def named(names: list[list[str]], stacks: Iterable[Tensor]) -> dict[str, Tensor]:
+    """What is stacked, by its names."""
+    return {
+        name: x
+        for some, stacked in zip(names, stacks, strict=True)
+        for name, x in zip(some, stacked, strict=True)
+    }
 
 
 def unit(x: Tensor) -> Tensor:

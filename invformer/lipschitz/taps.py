@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from invformer.lipschitz.calls import called_with, first_real, is_real, leaves, mapped
+from invformer.lipschitz.double_backward import pulling
 
 SIMPLE = Tensor | int | float | str | None
 
@@ -64,7 +65,7 @@ class Taps:
         self.closed.clear()
         self.closed.add(level)
         at = [self.levels[level][name] for name in a]
-        with torch.enable_grad():
+        with torch.enable_grad(), pulling():
             w = torch.autograd.grad(
                 [tap.output for tap in at], [tap.input for tap in at], list(a.values()),
                 retain_graph=True, create_graph=create_graph, allow_unused=True,
@@ -73,8 +74,11 @@ class Taps:
 
     def pair(
         self, level: int, stacks: list[list[str]], left: list[Tensor]
-    ) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
-        """Jᵀa for the stacked vectors a of submodules that are alike, and the map from x to Jx."""
+    ) -> tuple[list[Tensor], Callable[[Mapping[str, Tensor]], list[Tensor]]]:
+        """Jᵀa for the stacked vectors a of submodules that are alike, and the map from x to Jx.
+
+        Submodules that the map is not given an x of have zeros in the stacks that it returns.
+        """
         at, w = self.levels[level], {}
         with torch.enable_grad():
             left = [each.detach().requires_grad_() for each in left]
@@ -82,19 +86,17 @@ class Taps:
                 w |= zip(names, stacked.unbind(), strict=True)
             w = self.products(level, w, create_graph=True)
 
-        def push(right: list[Tensor]) -> list[Tensor]:
-            of_name = {
-                name: x
-                for names, stacked in zip(stacks, right, strict=True)
-                for name, x in zip(names, stacked, strict=True)
-            }
+        def push(right: Mapping[str, Tensor]) -> list[Tensor]:
             # What does not depend on its input, or not on a, has no product with J.
-            on = {name: y for name, y in w.items() if y is not None and y.requires_grad}
+            pairs = [(w[name], x) for name, x in right.items()]
+            on = [(y, x) for y, x in pairs if y is not None and y.requires_grad]
             if not on:
                 return list(map(torch.zeros_like, left))
-            vectors = [of_name[name] for name in on]
+            images, vectors = zip(*on, strict=True)
             return list(
-                torch.autograd.grad(list(on.values()), left, vectors, materialize_grads=True)
+                torch.autograd.grad(
+                    images, left, vectors, retain_graph=True, materialize_grads=True
+                )
             )
 
         def pulled(name: str, a: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from invformer.training.rows import Numbers, record
 log = logging.getLogger(__name__)
 # So many times the usual rows an estimate advances before these steps, after one of all rows:
 # constants change fastest at first, and those of baselines faster.
-ROWS = {200: 1.5, math.inf: 0.5}
+ROWS = {200: 1.5, math.inf: 0.75}
 ROWS_OF_BASELINES = {200: 3.0, math.inf: 1.5}
 
 

@@ -37,6 +37,7 @@ struct Point {
   T *u_rho, *rho;  // of u; of q, k and v of every head, in the ball
   T* biases;       // of every head, the largest lag first
   T* promise;      // of every token
+  bool is_packed;  // of units there are only columns of the tokens that a step advances
 };
 
 // P_ij of the keys j of token i, and how many there are. If strictly causal, keys are those of tokens

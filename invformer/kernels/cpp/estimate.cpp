@@ -13,6 +13,7 @@
 // on the number of threads.
 
 #include <optional>
+#include <vector>
 
 #include "heads.h"
 #include "promise.h"
@@ -39,13 +40,26 @@ void by_rows(int64_t rows, int threads, Work work) {
   for (int64_t first = 0; first < rows; first += each) work(first, std::min(each, rows - first));
 }
 
+// The tokens whose rows a step advances.
+template <typename T>
+void choose(int64_t* chosen, const Branch<T>& f, const T* lengths, const T* promise, int64_t turn,
+            int64_t tokens) {
+  const bool some = f.at_once < tokens;  // not all
+  for (int64_t r = 0; r < f.at_once; ++r) {
+    chosen[r] = some ? (r + turn) % tokens : r;
+    if (some && r < f.leaders + f.promising)
+      chosen[r] = largest(r < f.leaders ? lengths : promise, tokens, chosen, r);
+  }
+}
+
 // x through a layer; its Jacobian's point is kept. u and y are room for inputs and outputs of h.
-// Nothing reads what the last layer writes.
+// Nothing reads what the last layer writes, nor its units at tokens that are not chosen.
 template <typename T>
 void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Point<T>& at,
-             const Call& call, const Rooms<T>& rooms, const Promise<T>* promise, bool is_last) {
+             const Call& call, const Rooms<T>& rooms, const Promise<T>* promise, bool is_last,
+             const int64_t* chosen) {
   const int64_t tokens = call.tokens, width = call.width, row = x.row;
-  const int64_t columns = round_up(tokens, LANES<T>);
+  const int64_t columns = round_up(at.is_packed ? f.at_once : tokens, LANES<T>);
   const Matrix<T> seen = f.epsilon > 0 ? at.u : x.from(f.reads), to = x.from(f.writes);
   if (f.epsilon > 0) {
     std::copy_n(x.at(f.reads), width * row, seen.data);
@@ -64,6 +78,10 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
   for (int64_t lag = 1; lag < std::min(f.kernel, tokens); ++lag)
     for (int64_t c = 0; c < width; ++c)
       std::copy_n(u.at(c), tokens - lag, u.at(lag * width + c, lag));
+  for (int64_t c = 0; at.is_packed && c < f.kernel * width; ++c) {
+    for (int64_t r = 0; r < f.at_once; ++r) y.data[r] = *u.at(c, chosen[r]);
+    std::copy_n(y.data, f.at_once, u.at(c));
+  }
   by_rows(f.inner, call.threads, [&](int64_t first, int64_t count) {
     multiply<T>(at.z.from(first), f.in().transposed().from(first), {u.data, row}, count,
                 f.kernel * width, columns, false);
@@ -115,7 +133,6 @@ struct ChosenRows {
   const Call& call;
   const int64_t width = call.width, row = at.z.row, K = f.at_once;
   const int64_t lags = call.diagonal ? 1 : f.kernel, stride = round_up(K, LANES<T>);
-  const bool some = K < call.tokens;  // not all
   const double shortest =
       1024 * std::sqrt(double(call.tokens * width) * std::numeric_limits<T>::min());
   int64_t* chosen;  // the token of each row
@@ -130,11 +147,7 @@ struct ChosenRows {
              int64_t turn, Room<T>& room)
       : f(f), at(at), call(call) {
     chosen = reinterpret_cast<int64_t*>(room.take(2 * K));
-    for (int64_t r = 0; r < K; ++r) {
-      chosen[r] = some ? (r + turn) % call.tokens : r;
-      if (some && r < f.leaders + f.promising)
-        chosen[r] = largest(r < f.leaders ? lengths : at.promise, call.tokens, chosen, r);
-    }
+    choose(chosen, f, lengths, at.promise, turn, call.tokens);
     g = {room.take(width * stride), stride};
     a = {room.take(f.outer * stride), stride};
     z = {room.take(f.inner * stride), stride};
@@ -142,6 +155,11 @@ struct ChosenRows {
     u = {room.take(width * stride), stride};
     s = room.take(stride), rho = room.take(stride);
     factors = reinterpret_cast<double*>(room.take(2 * stride));
+  }
+
+  // φ′ of a unit at the token of a row.
+  T slope(int64_t unit, int64_t r) const {
+    return *at.z.at(unit, at.is_packed ? r : chosen[r]);
   }
 
   // Channels times D or D⁻¹, if D is folded into the weights.
@@ -179,7 +197,7 @@ struct ChosenRows {
   // x = Jᵀ g of hidden units.
   void pull() {
     for (int64_t c = 0; c < f.inner; ++c)
-      for (int64_t r = 0; r < K; ++r) z.at(c)[r] = a.at(c)[r] * *at.z.at(c, chosen[r]);
+      for (int64_t r = 0; r < K; ++r) z.at(c)[r] = a.at(c)[r] * slope(c, r);
     multiply<T>(x, f.in(), {z.data, stride}, lags * width, f.inner, stride, false);
     for (int64_t lag = 0; lag < lags; ++lag) {
       const Matrix<T> dx = x.from(lag * width);
@@ -216,7 +234,7 @@ struct ChosenRows {
     }
     multiply<T>(z, f.in().transposed(), {x.data, stride}, f.inner, lags * width, stride, false);
     for (int64_t c = 0; c < f.inner; ++c)
-      for (int64_t r = 0; r < K; ++r) a.at(c)[r] = z.at(c)[r] * *at.z.at(c, chosen[r]);
+      for (int64_t r = 0; r < K; ++r) a.at(c)[r] = z.at(c)[r] * slope(c, r);
   }
 
   // a ← what V multiplies of J x, where x are the vectors of length one of Jᵀ g, of hidden units.
@@ -295,8 +313,10 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
   auto point = [&](int64_t i) {
     Room<T> own{all.next + i * of_point};
     return Point<T>{{own.take(width * row), row}, {own.take(inner * row), row}, own.take(row),
-                    own.take(3 * heads * row), own.take(heads * row), own.take(row)};
+                    own.take(3 * heads * row), own.take(heads * row), own.take(row),
+                    i + 1 == call.branches && !branches[i].heads && call.steps == 1};
   };
+  std::vector<int64_t> chosen(tokens);
   for (int64_t i = 0; i < call.branches; ++i) *branches[i].estimate = 0;
   for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
     std::fill_n(state.data, channels * row, T(0));
@@ -309,8 +329,9 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
       std::optional<Promise<T>> promise;
       if (f.promising) promise.emplace(f, f.left + at * width, f.lengths + at, tokens, width, row,
                                        of_promises);
+      if (point(i).is_packed) choose<T>(chosen.data(), f, f.lengths + at, nullptr, *f.turn, tokens);
       forward<T>(f, state, u, y, point(i), call, rooms, promise ? &*promise : nullptr,
-                 i + 1 == call.branches);
+                 i + 1 == call.branches, chosen.data());
     }
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)
     for (int64_t i = 0; i < call.branches; ++i) {
