@@ -44,7 +44,7 @@ def layer_norm_of(
 ) -> Tensor:
     """As ``F.layer_norm``, in the place of which models call it."""
     others = [t for t in (weight, bias) if t is not None]
-    if is_derived(input) and all(t.is_leaf for t in others):
+    if is_derived(input) and all(t.is_leaf and t.dtype == input.dtype for t in others):
         return LayerNorm.apply(input, tuple(normalized_shape), weight, bias, eps)
     return layer_norm(input, normalized_shape, weight, bias, eps)
 
