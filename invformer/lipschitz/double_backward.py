@@ -7,7 +7,7 @@ slope that is computed once. A model that derives itself gets PyTorch's.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -45,14 +45,16 @@ def layer_norm_of(
     """As ``F.layer_norm``, in the place of which models call it."""
     others = [t for t in (weight, bias) if t is not None]
     if is_derived(input) and all(t.is_leaf and t.dtype == input.dtype for t in others):
-        return LayerNorm.apply(input, tuple(normalized_shape), weight, bias, eps)
+        with suppress(RuntimeError):  # a vmap, or a derivative in forward mode
+            return LayerNorm.apply(input, tuple(normalized_shape), weight, bias, eps)
     return layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 def gelu_of(input: Tensor, *, approximate: str = "none") -> Tensor:
     """As ``F.gelu``, in the place of which models call it."""
     if is_derived(input):
-        return Gelu.apply(input, approximate)
+        with suppress(RuntimeError):
+            return Gelu.apply(input, approximate)
     return gelu(input, approximate=approximate)
 
 

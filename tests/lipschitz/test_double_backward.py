@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.func import grad, vmap
 from torch.nn import functional as F
 
 from invformer.lipschitz.double_backward import gelu_of, layer_norm_of, pulling
@@ -49,6 +51,21 @@ def test_passes_that_are_not_ours_are_derived_by_everything(name: str) -> None:
         at = [x.clone().requires_grad_(), *(t for t in given if isinstance(t, torch.Tensor))]
         pulled = torch.autograd.grad(function(at[0], *given), at, a, create_graph=True)
         found.append([*pulled, *torch.autograd.grad(pulled[0].sin().sum(), at[:1])])
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_transforms_of_functions_and_forward_mode_are_those_of_pytorch(name: str) -> None:
+    ours, theirs, options = CASES[name]
+    x, v = torch.randn(3, 4, 5).requires_grad_(), torch.randn(3, 4, 5)
+    found = []
+    for function in (ours, theirs):
+        each = vmap(grad(lambda x, f=function: f(x, *options).square().sum()))(x)
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, v), *options)).tangent
+        found.append([each, tangent, *torch.autograd.grad(each.sum() + tangent.sum(), x)])
     for mine, expected in zip(*found, strict=True):
         torch.testing.assert_close(mine, expected)
 
