@@ -197,7 +197,7 @@ def form(t: Tensor) -> tuple[Any, ...]:
 
 
 def leaves(weights: Any) -> Iterator[Tensor]:
-    """The tensors in mappings and sequences."""
+    """The tensors in mappings and sequences, which are not copied: this runs at every step."""
     if isinstance(weights, Tensor):
         yield weights
     elif isinstance(weights, Mapping):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from invformer.lipschitz.calls import is_linear
 from invformer.lipschitz.measuring import measuring
 from invformer.lipschitz.submodules import LocalConstants, measure_calls, random_like
-from invformer.lipschitz.taps import Taps
+from invformer.lipschitz.taps import Taps, named
 
 # Steps of power iteration of the first estimate, which starts at random.
 FIRST_STEPS = 8
@@ -219,10 +219,8 @@ class SubmoduleProbe:
         xs = [torch.stack([x for _, x, *_ in some]) for some in groups]
         images = [torch.stack([image for *_, image, _ in some]) for some in groups]
         w = taps.products(level, named(names, map(unit, images)))
-        pulled = [
-            torch.stack([zeros if (each := w[name]) is None else each for name in some])
-            for some, zeros in zip(names, (torch.zeros_like(x[0]) for x in xs), strict=True)
-        ]
+        pulled = taps.stacked(level, names, images, w)
+        # Twice, because what is left may be short.
         others = [across(across(each, x), x) for each, x in zip(pulled, xs, strict=True)]
         pushed = named(stacks, push(named(names, others)))
         found: dict[str, Tensor] = {}
@@ -303,15 +301,6 @@ def grouped(items: Iterable[Item], form: Callable[[Item], Hashable]) -> list[lis
     for item in items:
         groups.setdefault(form(item), []).append(item)
     return list(groups.values())
-
-
-def named(names: list[list[str]], stacks: Iterable[Tensor]) -> dict[str, Tensor]:
-    """What is stacked, by its names."""
-    return {
-        name: x
-        for some, stacked in zip(names, stacks, strict=True)
-        for name, x in zip(some, stacked, strict=True)
-    }
 
 
 def unit(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Where submodules begin and end in the graph of one pass of a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,12 +79,9 @@ class Taps:
 
         Submodules that the map is not given an x of have zeros in the stacks that it returns.
         """
-        at, w = self.levels[level], {}
         with torch.enable_grad():
             left = [each.detach().requires_grad_() for each in left]
-            for names, stacked in zip(stacks, left, strict=True):
-                w |= zip(names, stacked.unbind(), strict=True)
-            w = self.products(level, w, create_graph=True)
+            w = self.products(level, named(stacks, left), create_graph=True)
 
         def push(right: Mapping[str, Tensor]) -> list[Tensor]:
             # What does not depend on its input, or not on a, has no product with J.
@@ -99,6 +96,18 @@ class Taps:
                 )
             )
 
+        return self.stacked(level, stacks, left, w), push
+
+    def stacked(
+        self,
+        level: int,
+        stacks: list[list[str]],
+        left: list[Tensor],
+        w: Mapping[str, Tensor | None],
+    ) -> list[Tensor]:
+        """The products w = Jᵀa stacked as the vectors a are; zeros where J is zero."""
+        at = self.levels[level]
+
         def pulled(name: str, a: Tensor) -> Tensor:
             found = w[name]
             return a.new_zeros(at[name].input_shape) if found is None else found.detach()
@@ -106,7 +115,7 @@ class Taps:
         return [
             torch.stack([pulled(name, a) for name in names])
             for names, a in zip(stacks, left, strict=True)
-        ], push
+        ]
 
     def _enter(self, module: nn.Module, args: Any, named: Any) -> Any:
         mode, x, name = torch.is_grad_enabled(), None, self.names[module]
@@ -155,6 +164,15 @@ class Taps:
             around = [outer for outer, entered, *_ in self._inside if entered is not None]
             tap = Tap(edge, get_gradient_edge(y), x.shape, y.shape, around[-1] if around else None)
             self.levels.setdefault(self._depth, {})[name] = tap
+
+
+def named(names: list[list[str]], stacks: Iterable[Tensor]) -> dict[str, Tensor]:
+    """What is stacked, by its names."""
+    return {
+        name: x
+        for some, stacked in zip(names, stacks, strict=True)
+        for name, x in zip(some, stacked, strict=True)
+    }
 
 
 class Gate(torch.autograd.Function):
