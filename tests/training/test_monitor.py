@@ -68,6 +68,17 @@ def test_every_step_has_an_estimate_of_every_branch_and_a_validation_local_bound
     assert validated["perf/monitor_overhead"] > 0
 
 
+def test_a_second_monitor_of_our_model_has_a_share_of_time_of_its_own(folder) -> None:
+    run = run_with(folder)
+    first = run.callback(LipschitzMonitor)
+    run.trainer.callbacks.append(LipschitzMonitor(first.inputs, name="second"))
+    fit(run)
+    validated = read_rows(run.directory.path / "metrics.jsonl")[5]
+    assert validated["second/estimate"] > 0
+    assert validated["perf/monitor_overhead"] > 0
+    assert validated["perf/monitor_overhead/second"] > 0
+
+
 def test_bounds_of_a_validation_are_those_of_the_weights_that_it_saves(folder) -> None:
     run = run_with(folder, "optim.ema_decay=0.9", "optim.lr=1e-2")
     fit(run)
