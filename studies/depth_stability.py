@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from invformer.config.section import option
-from invformer.data.windows import EvaluationWindows, TrainingWindows
+from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer
@@ -112,8 +112,7 @@ def measure(case: Case, device: torch.device) -> Result:
     """Train one model and score it."""
     text = case.text
     model = build_kind(case).to(device)
-    tokens, targets = TrainingWindows(text.train, case.seq_len, case.batch_size, case.seed).batch(0)
-    batch = tokens.to(device), targets.to(device)
+    batch = [part.to(device) for part in case.batches.batch(0)]
     model.initialise(batch[0])
     kept, first = mebibytes_kept(model, *batch), block_gradients(model, *batch)
     losses = train_by_adam(model, case)

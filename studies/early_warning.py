@@ -42,7 +42,6 @@ from torch import Tensor, nn
 
 from invformer.config.schema import CorpusName
 from invformer.config.section import option
-from invformer.data.windows import TrainingWindows
 from invformer.training.alarm import growth
 from invformer.training.optimizers import warmup_cosine
 from invformer.weights.spectral import refresh_normalisers
@@ -155,15 +154,11 @@ def measure(case: Case, device: torch.device) -> Result:
     warm_up = case.num_steps // 10 if case.has_warm_up else 0
     schedule = warmup_cosine(subject.optimiser, warm_up, case.num_steps)
     limit = GRAD_CLIP if case.is_clipped else math.inf
-    windows = TrainingWindows(case.text.train, case.seq_len, case.batch_size, case.seed)
     weights, points, losses = list(subject.model.parameters()), points_of(case.num_steps), []
     readings: dict[str, list[float]] = {name: [] for name in FREE}
     branches: dict[str, list[float]] = {}
     for step in progress(range(case.num_steps), "training"):
-        inputs, targets = (part.to(device) for part in windows.batch(step))
-        if step == 0:
-            subject.begin(inputs)
-        loss = subject.nats(inputs, targets)
+        loss = subject.nats(*(part.to(device) for part in case.batches.batch(step)))
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             break

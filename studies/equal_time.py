@@ -29,7 +29,7 @@ from invformer.assemble.model import build_model
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.section import option
-from invformer.data.windows import EvaluationWindows
+from invformer.data.windows import EvaluationWindows, TrainingWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.kernels.host import keep_freed_memory
@@ -129,12 +129,10 @@ def steps_of(words: list[str]) -> Callable[[], Any]:
     config = load_config(words, TrainConfig)
     text = encoded(config.data)
     model, optimiser = build(config, text.vocab_size)
-    steps = partial(
-        train, model, text.train, optimiser, seed=0, grad_clip=GRAD_CLIP,
-        batch_size=config.data.batch_size,
-    )  # fmt: skip
-    steps(num_steps=1)
-    return partial(steps, num_steps=TURN, is_fresh=False)
+    batches = TrainingWindows(text.train, model.seq_len, config.data.batch_size, seed=0)
+    steps = partial(train, model, batches, optimiser, grad_clip=GRAD_CLIP)
+    steps(1)
+    return partial(steps, TURN, is_fresh=False)
 
 
 def build(config: TrainConfig, vocab_size: int) -> tuple[CharTransformer, Optimizer]:
@@ -173,12 +171,10 @@ def measure_nanogpt(case: Case, device: torch.device) -> Result:
     model, optimiser = build(config, text.vocab_size)
     warmup = min(100, case.budget // 10 + 1)
     schedule = warmup_cosine(optimiser, warmup, case.budget, config.optim.min_lr_fraction)
-    train(
-        model.to(device), text.train, optimiser, num_steps=case.budget, seed=case.seed,
-        batch_size=config.data.batch_size, grad_clip=GRAD_CLIP, schedule=schedule,
-    )  # fmt: skip
-    model.eval()
     length, nats = config.data.seq_len, {}
+    batches = TrainingWindows(text.train, length, config.data.batch_size, case.seed)
+    train(model.to(device), batches, optimiser, case.budget, schedule=schedule, grad_clip=GRAD_CLIP)
+    model.eval()
     for split, tokens in (("val", text.val), ("test", text.test)):
         windows = EvaluationWindows(tokens, length, length)
         ngram = witten_bell_nats(text.train, tokens, vocab_size=text.vocab_size)

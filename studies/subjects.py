@@ -51,10 +51,7 @@ class Ours:
         self.blocks: nn.Module = self.model.stack
         self.text = case.text.windows(case.seq_len, device)
         set_manual_refresh(self.model)
-
-    def begin(self, inputs: Tensor) -> None:
-        """Initialise from the first batch, and draw the probe's vectors."""
-        self.model.initialise(inputs)
+        self.model.initialise(case.batches.batch(0)[0].to(device))
         self.probe = LipschitzProbe(self.model, self.text[0][:1])
 
     def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -95,9 +92,6 @@ class NanoGPT:
         self.blocks: Any = self.model.transformer.h  # pyright: ignore
         self.text = case.text.windows(case.seq_len, device)
 
-    def begin(self, inputs: Tensor) -> None:
-        """Nothing."""
-
     def nats(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, nats per character."""
         return self.model(inputs, targets.contiguous())[1]
@@ -115,13 +109,9 @@ class NanoGPT:
 
     def attentions(self) -> Iterator[tuple[Tensor, Tensor]]:
         """As :meth:`Ours.attentions`."""
-        seen: list[Tensor] = []
-        attentions = [block.attn for block in self.blocks]
-        hooks = [a.register_forward_pre_hook(lambda _, x: seen.append(x[0])) for a in attentions]
-        self.model(self.text[0][:1])
-        for hook in hooks:
-            hook.remove()
-        for attention, x in zip(attentions, seen, strict=True):
+        with recorded_inputs(self.model, type(self.blocks[0].attn)) as seen:
+            self.model(self.text[0][:1])
+        for attention, x in seen:
             q, k, _ = (split_heads(t, attention.n_head) for t in attention.c_attn(x).chunk(3, -1))
             logits = q @ k.mT / math.sqrt(q.shape[-1])
             hidden = torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1)

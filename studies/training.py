@@ -165,6 +165,11 @@ class ModelCase(TextCase):
     num_steps: int
     lr: float
 
+    @property
+    def batches(self) -> TrainingWindows:
+        """What it is trained on."""
+        return TrainingWindows(self.text.train, self.seq_len, self.batch_size, self.seed)
+
 
 def new_model(case: ModelCase, **options: Any) -> CharTransformer:
     """A fresh model of a case's size for its text, in float32; ``options`` of ``ModelConfig``."""
@@ -177,18 +182,16 @@ def new_model(case: ModelCase, **options: Any) -> CharTransformer:
 
 def train(
     model: CharTransformer,
-    tokens: Integer[Tensor, "characters"],
+    batches: TrainingWindows,
     optimiser: Optimizer,
-    *,
     num_steps: int,
-    batch_size: int,
-    seed: int,
+    *,
     schedule: LRScheduler | None = None,
     grad_clip: float | None = None,
     penalty: Callable[[Layer, Tensor], Tensor] | None = None,
     is_fresh: bool = True,
 ) -> list[float]:
-    """Minimise mean nats per character on the windows of a text; stop at a loss that is not finite.
+    """Minimise mean nats per character on batches of a text; stop at a loss that is not finite.
 
     The first batch initialises a fresh model. ``schedule`` is moved once
     per step; ``penalty`` of an attention layer and its input is added for every layer.
@@ -200,9 +203,8 @@ def train(
     device = model.head.weight.device
     losses: list[float] = []
     model.train()
-    windows = TrainingWindows(tokens, model.seq_len, batch_size, seed)
     for step in progress(range(num_steps), "training"):
-        inputs, targets = (part.to(device) for part in windows.batch(step))
+        inputs, targets = (part.to(device) for part in batches.batch(step))
         if is_fresh and step == 0:
             model.initialise(inputs)
         with recorded_inputs(model) if penalty else nullcontext([]) as layers:
@@ -231,23 +233,16 @@ def train_by_adam(
     penalty: Callable[[Layer, Tensor], Tensor] | None = None,
 ) -> list[float]:
     """Adam at the constant learning rate ``case.lr``, on the text of the case."""
-    return train(
-        model, case.text.train, torch.optim.Adam(model.parameters(), lr=case.lr),
-        num_steps=case.num_steps, batch_size=case.batch_size, seed=case.seed, penalty=penalty,
-    )  # fmt: skip
+    optimiser = torch.optim.Adam(model.parameters(), lr=case.lr)
+    return train(model, case.batches, optimiser, case.num_steps, penalty=penalty)
 
 
 @contextmanager
-def recorded_inputs(model: nn.Module) -> Iterator[list[tuple[Layer, Tensor]]]:
+def recorded_inputs(model: nn.Module, kind: Any = Layer) -> Iterator[list[tuple[Any, Tensor]]]:
     """Every attention layer with its input, in the order of the forward passes inside the block."""
-    found: list[tuple[Layer, Tensor]] = []
-
-    def record(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        assert isinstance(layer, Layer)
-        found.append((layer, arguments[0]))
-
-    layers = [module for module in model.modules() if isinstance(module, Layer)]
-    handles = [layer.register_forward_pre_hook(record) for layer in layers]
+    found: list[tuple[Any, Tensor]] = []
+    layers = [module for module in model.modules() if isinstance(module, kind)]
+    handles = [m.register_forward_pre_hook(lambda m, x: found.append((m, x[0]))) for m in layers]
     try:
         yield found
     finally:

@@ -212,10 +212,8 @@ def measure(case: Case, device: torch.device) -> Result:
     model = build(case).to(device)
     optim = OptimConfig(name="muon", lr=case.lr, muon_lr=case.muon_lr, weight_decay=0.0)
     optimiser = build_optimizer(model, optim)
-    train(
-        model, text.train, optimiser, num_steps=steps, batch_size=case.batch_size, seed=case.seed,
-        schedule=warmup_cosine(optimiser, min(100, steps // 10 + 1), steps), grad_clip=GRAD_CLIP,
-    )  # fmt: skip
+    schedule = warmup_cosine(optimiser, min(100, steps // 10 + 1), steps)
+    train(model, case.batches, optimiser, steps, schedule=schedule, grad_clip=GRAD_CLIP)
     model = model.double().eval().requires_grad_(False)
     windows, targets = text.windows(case.seq_len, device)
     nats, accuracy = scores(model, windows, targets)
