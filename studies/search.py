@@ -185,14 +185,14 @@ class Prefix:
 
 def by_search(model: CharTransformer, text: Tensor, z: Tensor, case: Case) -> Result:
     """Some positions, each behind the true symbols; time and passes are scaled to all."""
-    search = by_random_order if case.method == "random" else by_gradient
+    descents = DESCENTS if case.method == "gradient" else 0
     places = torch.linspace(0, case.length - 1, min(case.num_places, case.length)).long().tolist()
     prefix, generator = Prefix(model), torch.Generator().manual_seed(case.seed)
     seconds, passes, right = 0.0, 0.0, 0
     for place in range(case.length):
         if place in places:
             before, start = prefix.passes, time.perf_counter()
-            found = search(prefix, z[:, place : place + 1], generator)
+            found = sought(prefix, z[:, place : place + 1], descents, generator)
             seconds += time.perf_counter() - start
             passes += prefix.passes - before
             right += int(found.item() == text[0, place].item())
@@ -201,14 +201,8 @@ def by_search(model: CharTransformer, text: Tensor, z: Tensor, case: Case) -> Re
     return Result(seconds * scale, None, passes * scale, right / len(places), 0.0)
 
 
-def by_random_order(prefix: Prefix, target: Tensor, generator: torch.Generator) -> Tensor:
-    """The first symbol whose state is the target, 256 at a time."""
-    vocab_size = prefix.model.head.out_features
-    return first_fitting(prefix, torch.randperm(vocab_size, generator=generator), target)
-
-
 def first_fitting(prefix: Prefix, order: Tensor, target: Tensor) -> Tensor:
-    """The first symbol in an order of them whose state is the target; −1 if none is."""
+    """The first symbol in an order of them whose state is the target, 256 at a time; or −1."""
     for some in order.split(TOGETHER):
         apart = (prefix.states(prefix.embed(some)) - target).norm(dim=-1)
         if bool(apart.min() <= FITS * target.norm()):
@@ -216,13 +210,13 @@ def first_fitting(prefix: Prefix, order: Tensor, target: Tensor) -> Tensor:
     return torch.tensor(-1)
 
 
-def by_gradient(prefix: Prefix, target: Tensor, generator: torch.Generator) -> Tensor:
-    """Descend on ½‖F(e) − z‖² and try the nearest symbol that has not been tried."""
+def sought(prefix: Prefix, target: Tensor, descents: int, generator: torch.Generator) -> Tensor:
+    """Descend on ½‖F(e) − z‖² and try the nearest symbol not tried yet; then a random order."""
     embedding = prefix.model.embedding
     table, room = embedding.token.weight, (0, embedding.padding)
     zero = prefix.embed(torch.tensor([0])) - nn.functional.pad(table[:1], room)
     e, tried = table.mean(0, keepdim=True)[None], torch.zeros(len(table))
-    for _ in range(DESCENTS):
+    for _ in range(descents):
         with torch.enable_grad():
             e = e.detach().requires_grad_()
             away = prefix.states(zero + nn.functional.pad(e, room)) - target
