@@ -43,7 +43,8 @@ CUTS = ([0.5, 0.5], [0.3, 0.7], [1 / 3, 1 / 3, 1 / 3], [0.1, 0.3, 0.6])  # of an
 NUM_JUMPS = 2001  # destinations of the vanishing mass
 AREA = 0.01  # share of a grid, and relative gain, from which on splitting beats moving in areas
 RADIUS, GRID = 4.0, 81  # the grid: [−R, R]², points per axis
-FIRST_ATOMS = (0.0, 1.0, 4.0)  # the atom that stays fixed, of mass ½; the other two have ¼
+FIRST_ATOMS = (0.0, 1.0, 4.0)  # the atom that stays fixed
+MASSES = torch.tensor([0.5, 0.25, 0.25], dtype=DTYPE)  # of the atoms of the grid
 GRIDS: list[tuple[Kind, float]] = [("dot_product", -1.0), ("dot_product", 1.0), ("l2", 1.0)]
 
 
@@ -171,22 +172,12 @@ CLOSED_FORMS = {"dot_product": castin.mass_splitting, "l2": l2_mass_splitting}
 
 
 def survey(case: Case) -> Result:
-    """Every point of the grid: moving against splitting."""
-    ratio = ratios(case, grid_measures(case))
-    return Result(math.nan, (ratio > 1 + TIE).double().mean().item(), ratio.max().item())
-
-
-def grid_measures(case: Case) -> Float[Tensor, "points three one"]:
-    """The first atom, x₂, x₃ for (x₂, x₃) on the square [−R, R]², x₃ running fastest."""
+    """The first atom, x₂, x₃ for all (x₂, x₃) on the square [−R, R]²: moving against splitting."""
     line = torch.linspace(-RADIUS, RADIUS, case.count, dtype=DTYPE)
-    return torch.cartesian_prod(line.new_tensor([case.first]), line, line)[..., None]
-
-
-def ratios(case: Case, x: Float[Tensor, "points three one"]) -> Float[Tensor, "points"]:
-    """splitting/moving of three atoms."""
-    mass = torch.tensor([0.5, 0.25, 0.25], dtype=DTYPE)
-    found = CLOSED_FORMS[case.kind](x, mass, case.parameter * ONE, ONE)
-    return found.splitting / found.moving
+    x = torch.cartesian_prod(line.new_tensor([case.first]), line, line)[..., None]
+    found = CLOSED_FORMS[case.kind](x, MASSES, case.parameter * ONE, ONE)
+    ratio = found.splitting / found.moving
+    return Result(math.nan, (ratio > 1 + TIE).double().mean().item(), ratio.max().item())
 
 
 def jump(case: Case) -> Result:
