@@ -5,9 +5,8 @@ Lipschitz Bound for Transformers* (JaSMin), arXiv 2507.07814. With p sorted, p�
 largest eigenvalue of S(p) is at most g_k(p) = p_k (1 − p_k + p_{k+1}), so ‖S(p)‖₂ ≤ g_1 ≤ ½.
 """
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
@@ -19,11 +18,9 @@ def softmax_jacobian_bound(
 
     Source: Yudin et al. 2025, Corollary 1 (k = 1); the proof for every k is in docs/numerics.md.
     """
-    if k > p.shape[-1]:
-        return torch.zeros_like(p[..., 0])
-    largest = p.topk(min(k + 1, p.shape[-1]), dim=-1).values
-    following = largest[..., k] if k < p.shape[-1] else torch.zeros_like(p[..., 0])
-    return largest[..., k - 1] * (1 - largest[..., k - 1] + following)
+    p = nn.functional.pad(p, (0, k + 1))  # entries that there are not are zero
+    kth, following = p.topk(k + 1, dim=-1).values[..., k - 1 :].unbind(-1)
+    return kth * (1 - kth + following)
 
 
 def attention_bound(
