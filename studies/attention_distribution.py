@@ -38,14 +38,7 @@ from studies import jasmin
 from studies.layer_bounds import Layer, compare, heads_of, sensitivity_regulariser
 from studies.report import Figure, Finding, Rows, Summary, by, look_of, mean, panels, table
 from studies.study import Study, case_of, grid, program
-from studies.training import (
-    AdamOptions,
-    ModelCase,
-    new_model,
-    recorded_inputs,
-    scores,
-    train_by_adam,
-)
+from studies.training import AdamOptions, ModelCase, layer_inputs, new_model, scores, train_by_adam
 
 Attention = Literal["dot_product", "l2"]
 Inputs = Literal["gaussian", "clusters", "text"]
@@ -126,7 +119,7 @@ def measure(case: Case, device: torch.device) -> Result:
     model = model.double().eval()
     windows, targets = case.text.windows(case.seq_len, device)
     with torch.no_grad():
-        with recorded_inputs(model) as inputs:
+        with layer_inputs(model) as inputs:
             model(windows[:NUM_SEQUENCES])
         truths, bounds = zip(*(compare(layer, z) for layer, z in inputs), strict=True)
         nats = scores(model, windows, targets)[0]

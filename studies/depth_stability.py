@@ -30,18 +30,7 @@ from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer
-from studies.report import (
-    Figure,
-    Finding,
-    Rows,
-    Summary,
-    by,
-    curves,
-    look_of,
-    panels,
-    table,
-    values,
-)
+from studies.report import Figure, Finding, Rows, Summary, by, curves, look_of, panels, table
 from studies.study import Study, grid, program
 from studies.training import AdamOptions, ModelCase, mean_nats, new_model, train_by_adam
 
@@ -235,8 +224,8 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     for place, (kind, group) in enumerate(failed.items(), 1):
         heights = len(group) * [unigram + 0.04 * place]
         look: dict[str, Any] = {**look_of(kinds.index(kind)), "linestyle": "none"}
-        nats.plot(values(group, "num_layers"), heights, **look)
-    deepest = max(values(rows, "num_layers"))
+        nats.plot([one.num_layers for one, _ in group], heights, **look)
+    deepest = max(one.num_layers for one, _ in rows)
     for index, (one, result) in enumerate(row for row in rows if row[0].num_layers == deepest):
         norms = result.first_gradients
         gradients.plot(range(1, deepest + 1), norms, label=one.kind, **look_of(index))

@@ -41,7 +41,7 @@ from studies import kinds
 from studies.kinds import QUIET, TWIN, Result
 from studies.runs import words_of
 from studies.study import Study, StudyOptions, program, progress
-from studies.training import GRAD_CLIP, encoded, train
+from studies.training import encoded, train
 
 Kind = Literal["nanogpt", "nanogpt_tuned", kinds.Kind]
 NANOGPT, TUNED = "nanogpt", "nanogpt_tuned"
@@ -130,7 +130,7 @@ def steps_of(words: list[str]) -> Callable[[], Any]:
     text = encoded(config.data)
     model, optimiser = build(config, text.vocab_size)
     batches = TrainingWindows(text.train, model.seq_len, config.data.batch_size, seed=0)
-    steps = partial(train, model, batches, optimiser, grad_clip=GRAD_CLIP)
+    steps = partial(train, model, batches, optimiser)
     steps(1)
     return partial(steps, TURN, is_fresh=False)
 
@@ -173,7 +173,7 @@ def measure_nanogpt(case: Case, device: torch.device) -> Result:
     schedule = warmup_cosine(optimiser, warmup, case.budget, config.optim.min_lr_fraction)
     length, nats = config.data.seq_len, {}
     batches = TrainingWindows(text.train, length, config.data.batch_size, case.seed)
-    train(model.to(device), batches, optimiser, case.budget, schedule=schedule, grad_clip=GRAD_CLIP)
+    train(model.to(device), batches, optimiser, case.budget, schedule=schedule)
     model.eval()
     for split, tokens in (("val", text.val), ("test", text.test)):
         windows = EvaluationWindows(tokens, length, length)

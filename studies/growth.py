@@ -48,7 +48,7 @@ from studies.power_law import Fit, fit
 from studies.pretrained import BLOCK, pretrained, sequences
 from studies.report import Figure, Finding, Rows, Summary, by, curves, look_of, panels
 from studies.study import Study, StudyOptions, grid, program, progress
-from studies.training import recorded_inputs
+from studies.training import layer_inputs
 
 OURS: tuple[AttentionName, ...] = ("dot_product", "l2", "contractive_l2")
 SMALL_LAYERS, SMALL_CONTEXT = 4, 128  # ours, untrained
@@ -231,7 +231,7 @@ def on_pretrained(case: Case) -> Result:
 def on_text(case: Case) -> Result:
     """A layer at the inputs that its model gives it, or one in which every token sees all."""
     model, text = model_and_text(case.path, case.part, case.seed)
-    with torch.no_grad(), recorded_inputs(model) as found:
+    with torch.no_grad(), layer_inputs(model) as found:
         model(sequences(text, case.num_tokens, case.num_sequences, case.seed))
     layer, x = found[case.layer]
     if case.causal:

@@ -36,14 +36,7 @@ from invformer.weights.position_bias import VisibilityMask
 from studies import kim
 from studies.report import Figure, Finding, Rows, Summary, by, look_of, panels, table, values
 from studies.study import Study, case_of, grid, program, progress
-from studies.training import (
-    AdamOptions,
-    ModelCase,
-    ModelOptions,
-    TextConfig,
-    new_model,
-    train_by_adam,
-)
+from studies.training import ModelCase, ModelOptions, TextConfig, new_model, train_by_adam
 
 Map = Literal["dot_product", "l2", "contractive_kim", "contractive"]
 Weights = Literal["random", "trained"]
@@ -165,7 +158,7 @@ def training(size: Options | Case) -> ModelCase:
     """The training of a one-layer model with as many tokens and channels."""
     return case_of(
         ModelCase, size, **TextConfig().case_fields(size.seq_len), num_layers=1, lr=2e-3,
-        batch_size=AdamOptions.batch_size, num_steps=size.train_steps,
+        batch_size=16, num_steps=size.train_steps,
     )  # fmt: skip
 
 

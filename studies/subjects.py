@@ -25,7 +25,7 @@ from invformer.numerics.l2_attention import split_heads
 from invformer.training.optimizers import build_optimizer
 from invformer.weights.spectral import set_manual_refresh
 from studies.layer_bounds import heads_of
-from studies.training import ModelCase, mean_nats, new_model, recorded_inputs
+from studies.training import ModelCase, layer_inputs, mean_nats, new_model
 
 MUON_TO_ADAM = 4  # Muon's rate over AdamW's for vectors and embeddings, as train.py has them
 WEIGHT_DECAY, BETAS = 0.1, (0.9, 0.99)  # of nanoGPT's AdamW
@@ -66,7 +66,7 @@ class Ours:
 
     def attentions(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits without position bias, and attention weights, of every layer at a window."""
-        with recorded_inputs(self.model) as seen:
+        with layer_inputs(self.model) as seen:
             self.model(self.text[0][:1])
         for layer, z in seen:
             h = heads_of(layer, z)
@@ -109,7 +109,7 @@ class NanoGPT:
 
     def attentions(self) -> Iterator[tuple[Tensor, Tensor]]:
         """As :meth:`Ours.attentions`."""
-        with recorded_inputs(self.model, type(self.blocks[0].attn)) as seen:
+        with layer_inputs(self.model, type(self.blocks[0].attn)) as seen:
             self.model(self.text[0][:1])
         for attention, x in seen:
             q, k, _ = (split_heads(t, attention.n_head) for t in attention.c_attn(x).chunk(3, -1))

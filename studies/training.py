@@ -187,7 +187,7 @@ def train(
     num_steps: int,
     *,
     schedule: LRScheduler | None = None,
-    grad_clip: float | None = None,
+    grad_clip: float | None = GRAD_CLIP,
     penalty: Callable[[Layer, Tensor], Tensor] | None = None,
     is_fresh: bool = True,
 ) -> list[float]:
@@ -207,7 +207,7 @@ def train(
         inputs, targets = (part.to(device) for part in batches.batch(step))
         if is_fresh and step == 0:
             model.initialise(inputs)
-        with recorded_inputs(model) if penalty else nullcontext([]) as layers:
+        with layer_inputs(model) if penalty else nullcontext([]) as layers:
             logits = model(inputs, folded=True)
         loss = mean_nats(logits, targets)
         if penalty:
@@ -232,13 +232,13 @@ def train_by_adam(
     case: ModelCase,
     penalty: Callable[[Layer, Tensor], Tensor] | None = None,
 ) -> list[float]:
-    """Adam at the constant learning rate ``case.lr``, on the text of the case."""
+    """Adam at the constant learning rate ``case.lr``, without clipping, on the text of the case."""
     optimiser = torch.optim.Adam(model.parameters(), lr=case.lr)
-    return train(model, case.batches, optimiser, case.num_steps, penalty=penalty)
+    return train(model, case.batches, optimiser, case.num_steps, grad_clip=None, penalty=penalty)
 
 
 @contextmanager
-def recorded_inputs(model: nn.Module, kind: Any = Layer) -> Iterator[list[tuple[Any, Tensor]]]:
+def layer_inputs(model: nn.Module, kind: Any = Layer) -> Iterator[list[tuple[Any, Tensor]]]:
     """Every attention layer with its input, in the order of the forward passes inside the block."""
     found: list[tuple[Any, Tensor]] = []
     layers = [module for module in model.modules() if isinstance(module, kind)]

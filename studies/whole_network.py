@@ -40,15 +40,7 @@ from studies.forgetting_attention import ForgettingAttention, forgetting_constan
 from studies.non_expansive import GradientFeedForward
 from studies.report import Figure, Rows, Summary, curves, look_of, panels, table
 from studies.study import Study, grid, program
-from studies.training import (
-    GRAD_CLIP,
-    ModelCase,
-    ModelOptions,
-    TextConfig,
-    new_model,
-    scores,
-    train,
-)
+from studies.training import ModelCase, ModelOptions, TextConfig, new_model, scores, train
 
 NEWHOUSE_NATS, NEWHOUSE_ACCURACY = 1.779, 0.60  # at a constant of 2 in their norm
 C_GRADIENT = 0.9  # constant of feed-forwards that do not expand
@@ -213,7 +205,7 @@ def measure(case: Case, device: torch.device) -> Result:
     optim = OptimConfig(name="muon", lr=case.lr, muon_lr=case.muon_lr, weight_decay=0.0)
     optimiser = build_optimizer(model, optim)
     schedule = warmup_cosine(optimiser, min(100, steps // 10 + 1), steps)
-    train(model, case.batches, optimiser, steps, schedule=schedule, grad_clip=GRAD_CLIP)
+    train(model, case.batches, optimiser, steps, schedule=schedule)
     model = model.double().eval().requires_grad_(False)
     windows, targets = text.windows(case.seq_len, device)
     nats, accuracy = scores(model, windows, targets)
