@@ -1,9 +1,8 @@
 """python -m tests.gpu.accept --out DIR: what a GPU machine runs first; under eight minutes.
 
-Each check writes its rows to DIR/accept.jsonl and DIR/accept.md as it ends, so that a cut leaves
-the rest. It needs torch 2.11 or newer, Python 3.11 or newer, and no network. On a processor
-everything is tiny and CUDA's rules are emulated: a smoke test. ``python -m studies.at_size`` trains
-whole models.
+Each check writes its rows to DIR/accept.md as they end, so that a cut leaves the rest. It needs
+torch 2.11 or newer, Python 3.11 or newer, and no network. On a processor everything is tiny and
+CUDA's rules are emulated: a smoke test. ``python -m studies.at_size`` trains whole models.
 """
 
 import argparse
@@ -59,7 +58,6 @@ def main() -> int:
     args = parse()
     leave_new_memory_unfilled()
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "accept.jsonl").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         machine = Machine(device, Path(folder))

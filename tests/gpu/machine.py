@@ -1,10 +1,9 @@
 """What the checks share: the machine, sizes, models, and rows."""
 
-import json
 import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def failed(check: str, case: str, error: Exception) -> Row:
 
 @dataclass
 class Report:
-    """DIR/accept.jsonl and DIR/accept.md, written again after every row."""
+    """DIR/accept.md, written again after every row."""
 
     folder: Path
     head: str
@@ -66,8 +65,6 @@ class Report:
     def add(self, row: Row) -> None:
         """Keep a row, and show it."""
         self.rows.append(row)
-        with (self.folder / "accept.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
         lines = ["| check | case | value | limit | verdict | note |", "|---|---|---|---|---|---|"]
         lines += [row.markdown() for row in self.rows]
         text = f"{self.head}\n\n" + "\n".join(lines) + "\n"

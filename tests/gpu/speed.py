@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from tests.gpu.machine import Machine, Row, at_most, failed
+from tests.gpu.machine import Machine, Row, at_most
 
 LENGTHS = (256, 1024, 4096, 8192)
 CHARACTERS = 16384  # a step
 VARIANTS = ("contractive_l2", "contractive_bounded", "dot_product", "plain")
-# Dense bfloat16 products of H100 and H200, operations a second.
-PEAK = 989e12
 
 
 def case_of(machine: Machine, tokens: int) -> Any:
@@ -25,48 +23,21 @@ def case_of(machine: Machine, tokens: int) -> Any:
     return Case(tokens // 32, 32, 2, 2, 2)
 
 
-def operations(parameters: int, case: Any) -> float:
-    """6 for each weight and character, 12 for each pair that attention sees, or would, unmasked."""
-    attention = 12 * case.num_layers * case.d_model * case.seq_len
-    return (6 * parameters + attention) * case.characters
-
-
 def steps(machine: Machine) -> Iterator[Row]:
-    """Training steps under bf16: rates, utilisation, launches, memory."""
+    """Training steps under bf16; ``python -m benchmarks`` measures memory too."""
     from benchmarks.models import build
     from benchmarks.tasks import Training
-    from tests.support.launches import Launches
 
     for tokens in LENGTHS if machine.is_gpu else LENGTHS[:1]:
         case = case_of(machine, tokens)
-        work: dict[str, Callable[[], object]] = {}
-        for name in VARIANTS:
-            try:
-                with machine.rules():
-                    before = torch.cuda.memory_allocated()
-                    if machine.is_gpu:
-                        torch.cuda.reset_peak_memory_stats()
-                    step = Training(build(name, case, machine.device), case, "bf16")
-                    for _ in range(2):  # constants are recorded when they are refreshed again
-                        step()
-                    with Launches() as launches:
-                        step()
-                    work[name] = step
-                yield Row("launches a step", f"{name}, {case.name}", launches.count)
-                if machine.is_gpu:
-                    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-                    yield Row("peak memory", f"{name}, {case.name}", peak, note="GiB")
-            except Exception as error:
-                yield failed("step", f"{name}, {case.name}", error)
         with machine.rules():
+            work: dict[str, Callable[[], object]] = {
+                name: Training(build(name, case, machine.device), case, "bf16") for name in VARIANTS
+            }
             found = machine.seconds(work)
         for name, seconds in found.items():
             rate = case.characters / seconds
             yield Row("characters per second", f"{name}, {case.name}", rate)
-            if machine.is_gpu:
-                weights = sum(p.numel() for p in work[name].model.parameters())  # type: ignore
-                share = operations(weights, case) / seconds / PEAK
-                yield Row("model FLOP utilisation", f"{name}, {case.name}", share)
         ratio = found["contractive_l2"] / found["dot_product"]
         check = "contractive_l2 over dot_product"
         if tokens == LENGTHS[0]:  # the size that has a limit
