@@ -47,16 +47,17 @@ class AttentionProblem:
         )
 
 
+def attended(i: int, values: Tensor, q: Tensor, bias: Tensor) -> Tensor:
+    """Σ_j softmax_j(−‖q_i − q_j‖²/√d + b_ij) v_j over visible j of one head."""
+    visible = bias[i] > -math.inf
+    gaps = (q[i] - q[visible]).square().sum(-1) / math.sqrt(q.shape[-1])
+    return (bias[i, visible] - gaps).softmax(-1) @ values[visible]
+
+
 def l2_attention_row(x: Tensor, i: int, w_q: Tensor, g: Tensor, bias: Tensor) -> Tensor:
-    """F(X)_i = Σ_h Σ_j P_ij q_j G_h over visible j, written out."""
-    row = x.new_zeros(g.shape[-1])
-    for h in range(len(w_q)):
-        visible = bias[h, i] > -math.inf
-        q = x @ w_q[h]
-        gaps = (q[i] - q[visible]).square().sum(-1) / math.sqrt(q.shape[-1])
-        logits = bias[h, i, visible] - gaps
-        row = row + logits.softmax(-1) @ q[visible] @ g[h]
-    return row
+    """F(X)_i = Σ_h Σ_j P_ij q_j G_h, written out."""
+    heads = zip((x @ w for w in w_q), g, bias, strict=True)
+    return torch.stack([attended(i, q, q, b) @ w for q, w, b in heads]).sum(0)
 
 
 def l2_attention(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> Tensor:
@@ -67,20 +68,9 @@ def paper_attention(x: Tensor, w_q: Tensor, w_v: Tensor, w_o: Tensor, bias: Tens
     """[P^h X A_h W^V_h]_h W^O with A_h = W^Q_h W^Q_hᵀ/√d, as printed."""
     heads = []
     for w, v, b in zip(w_q, w_v, bias, strict=True):
-        a = w @ w.T / math.sqrt(w.shape[-1])
-        heads.append(l2_attention_values(x, x @ a @ v, w, b))
+        values = x @ (w @ w.T / math.sqrt(w.shape[-1])) @ v
+        heads.append(torch.stack([attended(i, values, x @ w, b) for i in range(len(x))]))
     return torch.cat(heads, -1) @ w_o
-
-
-def l2_attention_values(x: Tensor, values: Tensor, w_q: Tensor, bias: Tensor) -> Tensor:
-    """softmax(−‖q_i − q_j‖²/√d + b_ij) values, one head."""
-    q = x @ w_q
-    rows = []
-    for i in range(len(x)):
-        visible = bias[i] > -math.inf
-        gaps = (q[i] - q[visible]).square().sum(-1) / math.sqrt(q.shape[-1])
-        rows.append((bias[i, visible] - gaps).softmax(-1) @ values[visible])
-    return torch.stack(rows)
 
 
 def attend_in_ball(
