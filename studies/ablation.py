@@ -19,7 +19,7 @@ import torch
 
 from invformer.config.section import option
 from studies.report import Rows, Summary, table
-from studies.runs import call, validations, words_of
+from studies.runs import call, place_of, validations, words_of
 from studies.study import Study, StudyOptions, grid, program
 
 NO_ACTNORM = "model.activation_norm=false"
@@ -92,9 +92,9 @@ class Case:
     seed: int
 
     @property
-    def run(self) -> str:
-        """The name of the run."""
-        return f"{self.variant}-{self.seed}"
+    def run(self) -> Path:
+        """Its folder."""
+        return Path(self.folder) / f"{self.variant}-{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -113,23 +113,16 @@ def cases(options: Options) -> list[Case]:
     return grid(Case, options, same, variant=names)
 
 
-def command(case: Case) -> list[str]:
-    """The words of ``train.py`` for a case."""
-    words = [*VARIANTS[case.variant].split(), *shlex.split(case.words)]
-    run = [f"run.root={case.folder}", f"run.name={case.run}", f"run.seed={case.seed}"]
-    return ["experiment=ablation", *words, *run]
-
-
 def measure(case: Case, device: torch.device) -> Result:
     """Train, or continue, and read what the run has written.
 
     Raises:
         InvformerError: the training failed; what it has saved stays.
     """
-    word = "gpu" if device.type == "cuda" else "cpu"
-    call("train.py", *command(case), f"trainer.accelerator={word}", "trainer.progress=false")
-    folder = Path(case.folder) / case.run
-    last, file = validations(folder)[-1], folder / "certificate.json"
+    where = f"trainer.accelerator={'gpu' if device.type == 'cuda' else 'cpu'}"
+    words = [*VARIANTS[case.variant].split(), *shlex.split(case.words), *place_of(case)]
+    call("train.py", "experiment=ablation", *words, where, "trainer.progress=false")
+    last, file = validations(case.run)[-1], case.run / "certificate.json"
     bounds = json.loads(file.read_text(encoding="utf-8"))["per_branch"] if file.exists() else {}
     return Result(
         nats=last["val/nats"],
@@ -138,18 +131,12 @@ def measure(case: Case, device: torch.device) -> Result:
     )
 
 
-def differences(rows: Rows[Case, Result]) -> dict[str, float]:
-    """Nats of every variant less those of the unchanged model."""
-    nats = {case.variant: result.nats for case, result in rows}
-    return {name: value - nats[NOTHING] for name, value in nats.items()}
-
-
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every variant beside the unchanged model."""
-    found = differences(rows)
+    unchanged = next(result.nats for case, result in rows if case.variant == NOTHING)
     more = {
         "bpc": lambda case, result: result.nats / math.log(2),
-        "difference": lambda case, result: found[case.variant],
+        "difference": lambda case, result: result.nats - unchanged,
         "changes": lambda case, result: VARIANTS[case.variant],
     }
     back = [result.recovered == 1 for _, result in rows if result.recovered is not None]

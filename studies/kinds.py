@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from studies.report import Figure, Rows, Summary, by, curves, look_of, mean, panels, values
-from studies.runs import call, validations
+from studies.runs import call, place_of, validations
 
 Kind = Literal[
     "certified", "eight_blocks", "eight_heads", "together", "token_max", "plain", "twin",
@@ -83,8 +83,7 @@ def command(case: Case) -> list[str]:
 def own_words(case: Case) -> list[str]:
     """Steps, rate, folder and seed of a case, as words of ``train.py``."""
     steps = [f"trainer.max_steps={case.budget}", f"optim.muon_lr={case.rate:g}"]
-    run = [f"run.root={case.folder}", f"run.name={case.run.name}", f"run.seed={case.seed}"]
-    return [*steps, *run]
+    return [*steps, *place_of(case)]
 
 
 def measure(case: Case, device: torch.device) -> Result:

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from invformer.errors import CheckpointError, InvformerError
-from invformer.processes.ranks import signals_to_stop
+from invformer.processes.ranks import handlers_restored, hear_to_stop
 from invformer.runs.run_directory import METRICS
 from invformer.runs.run_log import read_rows
 
@@ -32,10 +32,9 @@ def call(program: str, *words: str) -> None:
         process.send_signal(number)
 
     process = subprocess.Popen([sys.executable, str(ROOT / program), *words], stdout=sys.stderr)
-    before = {name: signal.signal(signal.Signals[name], pass_on) for name in signals_to_stop()}
-    code = process.wait()
-    for name, handler in before.items():
-        signal.signal(signal.Signals[name], handler)
+    with handlers_restored():
+        hear_to_stop(pass_on)
+        code = process.wait()
     if heard:
         signal.raise_signal(heard[0])  # now that the run has saved
     if code:
@@ -47,6 +46,11 @@ def words_of(options: Any) -> list[str]:
     threads = options.num_threads
     chosen = [] if threads is None else [f"trainer.num_threads={threads}"]
     return [*chosen, *map(shlex.quote, options.overrides)]
+
+
+def place_of(case: Any) -> list[str]:
+    """What a case's run tells ``train.py``: its folder and its seed."""
+    return [f"run.root={case.folder}", f"run.name={case.run.name}", f"run.seed={case.seed}"]
 
 
 def validations(run: Path) -> list[dict[str, Any]]:
