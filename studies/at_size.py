@@ -100,9 +100,8 @@ TINY = "model.d_model=16 model.num_heads=2 model.d_ff=16 data.seq_len=8 data.bat
 SMOKE = f"{TINY} data.max_characters=4000"
 REHEARSAL = "data.max_characters=200000 trainer.precision=32-true"  # no processor's half precision
 STEPS = {"step": 0, "shakespeare": 2500, "ptb": 5000, "kim": 5000}
-EVERY = "trainer.val_every"
-VALIDATE = {"shakespeare": f"{EVERY}=250 trainer.patience=3", "ptb": f"{EVERY}=1000"}
-VALIDATE["kim"] = VALIDATE["ptb"]
+VALIDATE = {"shakespeare": "trainer.val_every=250 trainer.patience=3"}
+VALIDATE |= dict.fromkeys(("ptb", "kim"), "trainer.val_every=1000")
 # The best rates and the widths of nanoGPT's CPU size, whose steps read 12 windows of 64 characters.
 SMALL_RATES: dict[tuple[str, str], float] = {
     ("shakespeare", TWIN): 1e-2, ("ptb", TWIN): 3e-3, ("kim", TWIN): 3e-3
@@ -182,10 +181,13 @@ def cases(options: Options) -> list[Case]:
     if timed:
         measure_missing(STUDY, timed, known, file, device)
     unit = {case.kind: known[case].result.milliseconds / work(case) for case in timed}
-    needed = {case: 0.0 if case in known else seconds_left(case, unit) for case in runs}
-    fit = fitting(needed, end - time.monotonic())
+    remaining, fit = end - time.monotonic(), []
     for case in runs:
-        if case not in fit:
+        needed = 0.0 if case in known else seconds_left(case, unit)
+        if needed <= remaining:
+            remaining -= needed
+            fit.append(case)
+        else:
             print(f"not run: {case}")
     return [*timed, *fit]
 
@@ -200,16 +202,6 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     lines = table(rows, ["part", "kind", "blocks", "rate"], {"price": behind})
     failed = [(False, f"{case}: {result.note}") for case, result in rows if result.note]
     return Summary(lines, [*findings(rows, behind)], failed or [(True, "nothing failed")])
-
-
-def fitting(seconds: Mapping[Case, float], available: float) -> list[Case]:
-    """In their order, the cases that fit into so many seconds together with those before them."""
-    found = []
-    for case, needed in seconds.items():
-        if needed <= available:
-            available -= needed
-            found.append(case)
-    return found
 
 
 def seconds_left(case: Case, unit: Mapping[str, float]) -> float:
