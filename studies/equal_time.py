@@ -99,8 +99,27 @@ def cases(options: Options) -> list[Case]:
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train, and score both splits."""
-    ours = case.kind in kinds.KINDS
-    return kinds.measure(case, device) if ours else measure_nanogpt(case, device)
+    if case.kind in kinds.KINDS:
+        return kinds.measure(case, device)
+    rate = f"optim.lr={case.rate:g}"
+    config = load_config([*SETTINGS.split(), *shlex.split(case.words), rate], TrainConfig)
+    text = encoded(config.data)
+    torch.manual_seed(case.seed)
+    model, optimiser = build(config, text.vocab_size)
+    warmup = min(100, case.budget // 10 + 1)
+    schedule = warmup_cosine(optimiser, warmup, case.budget, config.optim.min_lr_fraction)
+    length, nats = config.data.seq_len, {}
+    batches = TrainingWindows(text.train, length, config.data.batch_size, case.seed)
+    train(model.to(device), batches, optimiser, case.budget, schedule=schedule)
+    model.eval()
+    for split, tokens in (("val", text.val), ("test", text.test)):
+        windows = EvaluationWindows(tokens, length, length)
+        ngram = witten_bell_nats(text.train, tokens, vocab_size=text.vocab_size)
+        nats |= {split: score(model, windows, device).nats, f"{split}_ngram": ngram}
+    return Result(
+        sum(p.numel() for p in model.parameters()), **nats,
+        passed=None, certified=None, proven=None,
+    )  # fmt: skip
 
 
 def step_seconds(options: Options) -> dict[str, float]:
@@ -160,29 +179,6 @@ def turn_into_nanogpt(model: CharTransformer) -> None:
             shrink = math.sqrt(2 * len(model.stack.blocks)) if last else 1.0
             nn.init.normal_(parameter, std=0.02 / shrink)
     model.head.weight = model.embedding.token.weight
-
-
-def measure_nanogpt(case: Case, device: torch.device) -> Result:
-    """Train nanoGPT and score it on whole splits."""
-    rate = f"optim.lr={case.rate:g}"
-    config = load_config([*SETTINGS.split(), *shlex.split(case.words), rate], TrainConfig)
-    text = encoded(config.data)
-    torch.manual_seed(case.seed)
-    model, optimiser = build(config, text.vocab_size)
-    warmup = min(100, case.budget // 10 + 1)
-    schedule = warmup_cosine(optimiser, warmup, case.budget, config.optim.min_lr_fraction)
-    length, nats = config.data.seq_len, {}
-    batches = TrainingWindows(text.train, length, config.data.batch_size, case.seed)
-    train(model.to(device), batches, optimiser, case.budget, schedule=schedule)
-    model.eval()
-    for split, tokens in (("val", text.val), ("test", text.test)):
-        windows = EvaluationWindows(tokens, length, length)
-        ngram = witten_bell_nats(text.train, tokens, vocab_size=text.vocab_size)
-        nats |= {split: score(model, windows, device).nats, f"{split}_ngram": ngram}
-    return Result(
-        sum(p.numel() for p in model.parameters()), **nats,
-        passed=None, certified=None, proven=None,
-    )  # fmt: skip
 
 
 summarise = partial(kinds.summary_of, x="minutes", others=UNCERTIFIED, where="after {:g} min")
