@@ -16,12 +16,7 @@ from invformer.branches.tied_l2 import local_bounds as local
 from invformer.branches.tied_l2.attention import TiedL2Attention
 from invformer.kernels.attention import only
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.numerics.l2_attention import (
-    attention_weights,
-    l2_attention,
-    merge_heads,
-    split_heads,
-)
+from invformer.numerics.l2_attention import attention_weights, merge_heads, split_heads
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies import castin, jasmin
@@ -153,7 +148,8 @@ def jacobian_of(layer: Layer, z: Tensor) -> LinearMap:
 
 def tied_attention(x: Tensor, w_q: Tensor, g: Tensor) -> Tensor:
     """f(X)_i = Σ_h (P^h q^h)_i G_h, every token sees all."""
-    return merge_heads(l2_attention(project(x, w_q))) @ g.flatten(-3, -2)
+    q = project(x, w_q)
+    return merge_heads(attention_weights(q) @ q) @ g.flatten(-3, -2)
 
 
 def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:

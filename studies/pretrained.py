@@ -1,7 +1,6 @@
 """Encoders and decoders of Hugging Face's ``transformers``: their layers, masked and unmasked."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -111,15 +110,15 @@ def blocks_of(model: nn.Module) -> tuple[list[str], list[str]]:
     """The outermost list of modules that all have attention in them, and that in its first."""
     for name, found in model.named_modules():
         if isinstance(found, nn.ModuleList):
-            inside = [list(attentions_in(block)) for block in found]
+            inside = [attentions_in(block) for block in found]
             if inside and all(inside):
                 return [f"{name}.{i}" for i in range(len(found))], [*inside[0], BLOCK]
     return [], []
 
 
-def attentions_in(block: nn.Module) -> Iterator[str]:
+def attentions_in(block: nn.Module) -> list[str]:
     """Paths of the modules of which the class says that they are attention."""
-    return (name for name, m in block.named_modules() if name and "Attention" in type(m).__name__)
+    return [name for name, m in block.named_modules() if name and "Attention" in type(m).__name__]
 
 
 def sequences(

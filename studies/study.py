@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 from invformer.config.load import command_line, parse_or_exit
+from invformer.config.schema import SEED
 from invformer.config.section import Root, option
 from invformer.errors import ConfigurationError
 from invformer.processes.console import outlive_console
@@ -33,8 +34,6 @@ from invformer.runs.files import write_json
 from invformer.runs.machine import commit, cpu_name, pick_device
 from studies.report import Figure, Item, Rows, Summary, differing, finished
 from studies.rows import AnyCase, AnyResult, Measured, RowFile
-
-SEED = "[0, 4294967295]"
 
 AnyOptions = TypeVar("AnyOptions", bound="StudyOptions")
 AnyStudy = TypeVar("AnyStudy", bound="Study[Any, Any, Any]")
