@@ -41,9 +41,7 @@ class Options(StudyOptions):
 
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
     bits: list[int] = option([16, 8, 6, 5, 4, 3, 2, 1], "of rounding", "[1, 32]")
-    noise: list[float] = option(
-        [0.1, 0.3, 1.0], "of the states' root mean square length", "[0, 1e3]"
-    )
+    noise: list[float] = option([0.1, 0.3, 1.0], "of the states' RMS length", "[0, 1e3]")
     dropped: list[int] = option([1, 4, 32], "channels that are set to zero", "[1, 1e5]")
     num_windows: int = option(4, "windows of the validation split", "[1, 1e5]")
 
@@ -74,13 +72,15 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """Every damage of every model."""
-    damages = [(kind, float(b)) for kind in ("bits", "channel bits") for b in options.bits]
-    damages += [("noise", n) for n in options.noise]
-    damages += [("dropped", float(d)) for d in options.dropped]
+    levels = {
+        "bits": options.bits, "channel bits": options.bits, "noise": options.noise,
+        "dropped": options.dropped,
+    }  # fmt: skip
     return [
-        case_of(Case, options, model=model, damage=damage, level=level)
+        case_of(Case, options, model=model, damage=damage, level=float(level))
         for model in options.models
-        for damage, level in damages
+        for damage in levels
+        for level in levels[damage]
     ]
 
 

@@ -76,9 +76,7 @@ class Options(ModelOptions):
     families: list[Family] = option(list(get_args(Family)), "MODEL/OPTIMISER")
     nanogpt: str | None = option(None, "nanoGPT's model.py; null leaves its families out")
     texts: list[str] = option(["python_docs", "python_stdlib"], "corpora, or files and folders")
-    max_characters: int | None = option(
-        1_000_000, "read of each text; null reads all", "[1e3, 1e9]"
-    )
+    max_characters: int | None = option(1_000_000, "read of each text; null is all", "[1e3, 1e9]")
     val_characters: int = option(16_384, "characters that are scored", "[2, 1e9]")
     adam_rates: list[float] = option([2.5e-3 * 2**k for k in range(7)], "of AdamW", "(0, 10]")
     muon_rates: list[float] = option([1e-2 * 2**k for k in range(7)], "of Muon", "(0, 10]")

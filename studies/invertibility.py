@@ -55,9 +55,7 @@ class Options(ModelOptions):
     num_heads: int = option(8, "heads, a divisor of the width", "[1, 1e4]")
     batch_size: int = option(16, "inputs; the worst counts", "[1, 1e5]")
     num_steps: int = option(200, "steps of the iteration", MANY)
-    train_steps: int = option(
-        200, "Adam steps of the one-layer models with trained weights; 0 for none", "[0, 1e6]"
-    )
+    train_steps: int = option(200, "of Adam, for trained weights; 0 is without", "[0, 1e6]")
 
 
 @dataclass(frozen=True)

@@ -35,18 +35,10 @@ class TextConfig(Section, key="data"):
 
     name: CorpusName = option("python_docs", "corpus; the first three need no network")
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
-    max_characters: int | None = option(
-        200_000, "read only this many characters; null reads all", "[1000, 1e12]"
-    )
-    val_characters: int | None = option(
-        8192, "characters that are scored; null is the whole split", "[2, 1e9]"
-    )
-    val_fraction: float = option(
-        0.05, "share of the text for validation, where the corpus has no splits", "(0, 1)"
-    )
-    test_fraction: float = option(
-        0.05, "share of the text that is left out, where the corpus has no splits", "[0, 1)"
-    )
+    max_characters: int | None = option(200_000, "that are read; null reads all", "[1000, 1e12]")
+    val_characters: int | None = option(8192, "that are scored; null scores all", "[2, 1e9]")
+    val_fraction: float = option(0.05, "for validation, of a text without splits", "(0, 1)")
+    test_fraction: float = option(0.05, "left out, of a text without splits", "[0, 1)")
 
     def case_fields(self, seq_len: int, num_windows: int = 1) -> dict[str, Any]:
         """The fields by which a case names this text.

@@ -65,14 +65,10 @@ class Options(ModelOptions):
         "forget where they write as well",
     )
     c: float = option(0.4, "constant of attentions; contractive: of feed-forwards too", "(0, 1)")
-    forgotten: float = option(
-        0.55, "share that attentions forget where they write, less than 1 − c", "(0, 1)"
-    )
+    forgotten: float = option(0.55, "share that attentions forget, less than 1 − c", "(0, 1)")
     num_heads: int = option(1, "attention heads, a divisor of the width", "[1, 1e4]")
     d_head: int | None = option(None, "channels of a head; null is d_model/num_heads", "[1, 1e5]")
-    d_ff: int | None = option(
-        None, "hidden units; null is 8 d_model, 4 d_model if contractive", "[1, 1e6]"
-    )
+    d_ff: int | None = option(None, "hidden units; null is 8 D, 4 D if contractive", "[1, 1e6]")
     num_layers: int = option(2, "blocks", "[1, 1e3]")
     lr: float = option(5e-3, "peak learning rate of AdamW", "(0, 10]")
     muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
