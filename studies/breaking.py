@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from invformer.branches.tied_l2.kim import paper_output_map
+from invformer.numerics.norms import Tokens
 from studies import kim
 from studies.layer_bounds import tied_attention
 from studies.report import Finding, Rows, Summary, by, table
@@ -82,7 +82,7 @@ def measure(case: Case, device: torch.device) -> Result:
     )
 
 
-def tokens(case: Case) -> Float[Tensor, "3 width"]:
+def tokens(case: Case) -> Tokens:
     """Three tokens, placed where the variant is at its worst."""
     c = case.c
     match case.variant:
@@ -107,9 +107,7 @@ def weights(variant: Variant, device: torch.device) -> Weights:
     return read.mT, read.mT, carry, read
 
 
-def broken_attention(
-    x: Float[Tensor, "tokens width"], w: Weights, variant: Variant
-) -> Float[Tensor, "tokens width"]:
+def broken_attention(x: Tokens, w: Weights, variant: Variant) -> Tokens:
     """The variant, written out; no layer of this package would build it."""
     w_q, w_k, w_v, w_o = w
     scale = 1 / math.sqrt(w_q.shape[-1])
@@ -127,7 +125,7 @@ def broken_attention(
     return (logits.softmax(-1) @ v @ w_o).sum(0)
 
 
-def entry_max_norm(f: Callable[[Tensor], Tensor], x: Float[Tensor, "tokens width"]) -> float:
+def entry_max_norm(f: Callable[[Tensor], Tensor], x: Tokens) -> float:
     """‖J_f(x)‖ in entry_max: the largest absolute row sum."""
     return torch.func.jacrev(f)(x).abs().sum((-2, -1)).amax().item()
 

@@ -17,16 +17,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from invformer.numerics.linear_map import SequenceMap
+from invformer.numerics.norms import Tokens
 from invformer.numerics.rounding import round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
+Square = Float[Tensor, "width width"]
+Mask = Bool[Tensor, "tokens tokens"]
+Masses = Float[Tensor, "tokens"]
+
 
 def dot_product_weights(
-    x: Float[Tensor, "*batch tokens width"],
-    a: Float[Tensor, "width width"],
-    *,
-    visible: Bool[Tensor, "tokens tokens"] | None = None,
-    mass: Float[Tensor, "tokens"] | None = None,
+    x: Tokens, a: Square, *, visible: Mask | None = None, mass: Masses | None = None
 ) -> Float[Tensor, "*batch tokens tokens"]:
     """P_ij ∝ m_j exp(x_jᵀ A x_i) over the visible j (Definitions 2.1, 2.5 and C.4)."""
     logits = x @ a.mT @ x.mT
@@ -37,9 +38,7 @@ def dot_product_weights(
     return logits.softmax(-1)
 
 
-def two_cluster_tokens(
-    a: Float[Tensor, "width width"], radius: float, num_tokens: int
-) -> Float[Tensor, "tokens width"]:
+def two_cluster_tokens(a: Square, radius: float, num_tokens: int) -> Tokens:
     """The attack: one token at R u, the others at R u/2; or one at −R u, the others at R u.
 
     u is the unit eigenvector of γ_max if γ_max > −8 γ_min, of γ_min otherwise, the largest and the
@@ -73,10 +72,7 @@ def mean_field_bound(norm_a: float, norm_v: float, radius: float, *, masked: boo
 
 
 def large_radius_limit(
-    x: Float[Tensor, "*batch tokens width"],
-    a: Float[Tensor, "width width"],
-    v: Float[Tensor, "width width"],
-    visible: Bool[Tensor, "tokens tokens"] | None = None,
+    x: Tokens, a: Square, v: Square, visible: Mask | None = None
 ) -> Float[Tensor, "*batch"]:
     """lim_{R→∞} ‖Df(R X)‖ = ‖V‖ (max_j #{i : j = φ(i)})^½, φ(i) = argmax_j x_jᵀ A x_i.
 
@@ -109,12 +105,7 @@ class MassSplitting(NamedTuple):
     splitting: Float[Tensor, "*batch"]  # max_i ‖V Cov_i A‖, one atom split in two that move apart
 
 
-def mass_splitting(
-    x: Float[Tensor, "*batch atoms width"],
-    mass: Float[Tensor, "atoms"],
-    a: Float[Tensor, "width width"],
-    v: Float[Tensor, "width width"],
-) -> MassSplitting:
+def mass_splitting(x: Tokens, mass: Masses, a: Square, v: Square) -> MassSplitting:
     """max(‖Df_m(X)‖_m, max_i ‖V Cov_i A‖): splitting atoms pays only if the second is larger.
 
     Opposite moves of the copies of atom i leave every other weight alone, so they meet the block
@@ -133,7 +124,7 @@ def mass_splitting(
 def from_blocks(
     blocks: Float[Tensor, "*batch atoms atoms width width"],
     own: Float[Tensor, "*batch atoms width width"],
-    mass: Float[Tensor, "atoms"],
+    mass: Masses,
 ) -> MassSplitting:
     """The constants from the shared blocks (i, j) and the query blocks i of the Jacobian."""
     eye = torch.eye(len(mass), dtype=mass.dtype, device=mass.device)[..., None, None]
@@ -144,15 +135,13 @@ def from_blocks(
 
 
 def attention(
-    a: Tensor, v: Tensor, *, visible: Tensor | None = None, mass: Tensor | None = None
+    a: Square, v: Square, *, visible: Mask | None = None, mass: Masses | None = None
 ) -> SequenceMap:
     """f_m(X)_i = V Σ_j P_ij x_j with the weights of :func:`dot_product_weights`."""
     return lambda x: dot_product_weights(x, a, visible=visible, mass=mass) @ x @ v.mT
 
 
-def differentiated_constant(
-    f: SequenceMap, x: Float[Tensor, "atoms width"], mass: Float[Tensor, "atoms"]
-) -> float:
+def differentiated_constant(f: SequenceMap, x: Tokens, mass: Masses) -> float:
     """‖Df(X)‖ in the norm (Σ_i m_i ‖ε_i‖²)^½, by automatic differentiation and a dense SVD."""
     root = mass.sqrt().repeat_interleave(x.shape[1])
     dense = torch.func.jacrev(f)(x).reshape(x.numel(), x.numel())

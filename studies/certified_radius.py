@@ -10,11 +10,16 @@ import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from invformer.data.windows import Windows
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.norms import divide
+from invformer.numerics.norms import Tokens, divide
+
+Logits = Float[Tensor, "windows tokens vocab"]
+OfTokens = Float[Tensor, "windows tokens"]
+OfWindows = Float[Tensor, " windows"]
 
 INWARD = 1 - 1e-12  # a radius is rounded down, a perturbation stays inside its ball
 ROUNDING = 1e-11  # of the logits in float64, relative to the largest: no margin below it counts
@@ -22,11 +27,8 @@ MULTIPLES = (1.0, 1.5, 2.0, 4.0)  # of the certified radius, for attacks
 
 
 def certified_radii(
-    model: CharTransformer,
-    logits: Float[Tensor, "windows tokens vocab"],
-    correct: Bool[Tensor, "windows tokens"],
-    constant: float,
-) -> Float[Tensor, "windows tokens"]:
+    model: CharTransformer, logits: Logits, correct: Bool[Tensor, "windows tokens"], constant: float
+) -> OfTokens:
     """min_j (logit_y − logit_j)/(‖W_y − W_j‖₂ L), rounded down; 0 where y is not correct.
 
     No perturbation of the sequence shorter than this in token_max changes the prediction at the
@@ -42,11 +44,7 @@ def certified_radii(
 
 
 def attacked(
-    model: CharTransformer,
-    windows: Int[Tensor, "windows tokens"],
-    targets: Int[Tensor, "windows tokens"],
-    constant: float,
-    num_steps: int,
+    model: CharTransformer, windows: Windows, targets: Windows, constant: float, num_steps: int
 ) -> tuple[float, list[float]]:
     """Median certified radius of correct positions, and the share that flips at its multiples.
 
@@ -66,10 +64,10 @@ def attacked(
 
 def attack_at_radius(
     model: CharTransformer,
-    x: Float[Tensor, "windows tokens width"],
-    targets: Int[Tensor, "windows tokens"],
-    clean: Float[Tensor, "windows tokens vocab"],
-    radii: Float[Tensor, "windows tokens"],
+    x: Tokens,
+    targets: Windows,
+    clean: Logits,
+    radii: OfTokens,
     num_steps: int,
 ) -> float:
     """Share of predictions that PGD changes, on the margin of each window's last correct position.
@@ -92,11 +90,8 @@ def attack_at_radius(
 
 
 def pgd(
-    objective: Callable[[Tensor], Float[Tensor, " windows"]],
-    x: Float[Tensor, "windows tokens width"],
-    radius: Float[Tensor, " windows"],
-    num_steps: int,
-) -> Float[Tensor, "windows tokens width"]:
+    objective: Callable[[Tokens], OfWindows], x: Tokens, radius: OfWindows, num_steps: int
+) -> Tokens:
     """The worst of the points that projected gradient ascent visits in balls around X.
 
     Steps of a quarter of the radius along the gradient of every token, from the centre; windows do
@@ -120,28 +115,24 @@ def pgd(
     return best
 
 
-def unit(x: Float[Tensor, "windows tokens width"]) -> Tensor:
+def unit(x: Tokens) -> Tokens:
     """Every token at length one: the direction along which a gradient x ascends fastest."""
     return divide(x, x.norm(dim=-1, keepdim=True))
 
 
-def project_to_ball(
-    step: Float[Tensor, "windows tokens width"], radius: Float[Tensor, " windows"]
-) -> Float[Tensor, "windows tokens width"]:
+def project_to_ball(step: Tokens, radius: OfWindows) -> Tokens:
     """The nearest perturbation inside the ball (a hair inside: x + step is rounded)."""
     length = step.norm(dim=-1, keepdim=True)
     limit = (radius * INWARD)[:, None, None]
     return step * (limit / length.clamp_min(torch.finfo(step.dtype).tiny)).clamp_max(1)
 
 
-def logits_of(
-    model: CharTransformer, x: Float[Tensor, "windows tokens width"]
-) -> Float[Tensor, "windows tokens vocab"]:
+def logits_of(model: CharTransformer, x: Tokens) -> Logits:
     """Logits for an input of the stack."""
     return model.predict(model.stack(x))
 
 
-def margins(logits: Tensor, targets: Tensor) -> Float[Tensor, "windows tokens"]:
+def margins(logits: Logits, targets: Windows) -> OfTokens:
     """The target's logit minus the largest other one."""
     at = targets.unsqueeze(-1)
     others = logits.scatter(-1, at, -torch.inf).amax(-1)

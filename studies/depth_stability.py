@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Integer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from invformer.config.section import option
-from invformer.data.windows import EvaluationWindows
+from invformer.data.windows import EvaluationWindows, Windows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer
@@ -40,7 +39,6 @@ Kind = Literal[
     "dot_product_bare", "coupling",
 ]  # fmt: skip
 
-Batch = Integer[Tensor, "batch tokens"]
 LIMIT = 10  # layers, beyond which the paper's dot product fails
 TARGET = 0.7  # c of the contractive kinds
 BALL = 2.0  # inputs of the branches of kinds in a ball, in units of √D
@@ -117,7 +115,7 @@ def measure(case: Case, device: torch.device) -> Result:
     )
 
 
-def mebibytes_kept(model: CharTransformer, tokens: Batch, targets: Batch) -> float:
+def mebibytes_kept(model: CharTransformer, tokens: Windows, targets: Windows) -> float:
     """What autograd keeps of a forward pass, every storage once."""
     kept: dict[int, int] = {}
 
@@ -133,7 +131,7 @@ def mebibytes_kept(model: CharTransformer, tokens: Batch, targets: Batch) -> flo
     return sum(size for at, size in kept.items() if at not in weights) / 2**20
 
 
-def block_gradients(model: CharTransformer, tokens: Batch, targets: Batch) -> list[float]:
+def block_gradients(model: CharTransformer, tokens: Windows, targets: Windows) -> list[float]:
     """Norm of the loss's gradient in the parameters of every block, bottom first."""
     model.zero_grad()
     mean_nats(model(tokens, folded=True), targets).backward()

@@ -74,10 +74,7 @@ class ForgettingAttention(LipschitzBranch[ForgettingWeights]):
         return self.attention(x, weights.attention) - (x @ e.mT) @ e
 
     def lipschitz_bound(
-        self,
-        norm: Norm,
-        dtype: torch.dtype | None = None,
-        weights: ForgettingWeights | None = None,
+        self, norm: Norm, dtype: torch.dtype | None = None, weights: ForgettingWeights | None = None
     ) -> float:
         """Lip(A) + ‖E‖₂², in token_max and frobenius."""
         if norm == "entry_max":

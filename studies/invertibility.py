@@ -18,20 +18,20 @@ on every range.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from invformer.branches.dot_product import DotProductAttention
 from invformer.branches.tied_l2.kim import L2Attention
 from invformer.config.schema import MANY
 from invformer.config.section import option
 from invformer.nn.transformer import PreNormBlock
+from invformer.numerics.linear_map import SequenceMap
+from invformer.numerics.norms import Tokens
 from invformer.weights.position_bias import VisibilityMask
 from studies import kim
 from studies.report import Figure, Finding, Rows, Summary, by, look_of, panels, table, values
@@ -113,9 +113,7 @@ def measure(case: Case, device: torch.device) -> Result:
     return Result(errors, spread.item())
 
 
-def reconstruction_errors(
-    f: Callable[[Tensor], Tensor], x: Float[Tensor, "batch tokens width"], num_steps: int
-) -> list[float]:
+def reconstruction_errors(f: SequenceMap, x: Tokens, num_steps: int) -> list[float]:
     """max |x_k − x| of x_{k+1} = y − f(x_k), y = x + f(x), x_0 = y, for k = 0 … num_steps."""
     guess = y = x + f(x)
     errors = [(guess - x).abs().max().item()]
@@ -125,7 +123,7 @@ def reconstruction_errors(
     return errors
 
 
-def inputs_of(case: Case) -> Float[Tensor, "batch tokens width"]:
+def inputs_of(case: Case) -> Tokens:
     """Uniform on [−r, r], the last token zero: under a causal mask it is the one that sees all."""
     generator = torch.Generator().manual_seed(case.seed)
     shape = (case.batch_size, case.seq_len, case.d_model)

@@ -8,6 +8,9 @@ largest eigenvalue of S(p) is at most g_k(p) = p_k (1 − p_k + p_{k+1}), so ‖
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.branches.heads import InputMaps
+from invformer.numerics.l2_attention import AttentionWeights
+from invformer.numerics.norms import Tokens
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
 
@@ -24,10 +27,7 @@ def softmax_jacobian_bound(
 
 
 def attention_bound(
-    x: Float[Tensor, "*batch tokens width"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    a: Float[Tensor, "heads width width"],
-    w_v: Float[Tensor, "heads width d_head"],
+    x: Tokens, p: AttentionWeights, a: Float[Tensor, "heads width width"], w_v: InputMaps
 ) -> Float[Tensor, "*batch heads"]:
     """‖∂(P^h X W_h^V)/∂X‖ in ``frobenius`` for dot-product heads with logits X A_h Xᵀ, from above.
 
@@ -41,9 +41,7 @@ def attention_bound(
     return bound * (1 + 1e-13 * sum(x.shape[-2:]))
 
 
-def jasmin_regulariser(
-    p: Float[Tensor, "*batch heads tokens tokens"], k: int = 0
-) -> Float[Tensor, ""]:
+def jasmin_regulariser(p: AttentionWeights, k: int = 0) -> Float[Tensor, ""]:
     """JaSMin_k: log g_1(P_i) (k = 0) or log(g_1(P_i)/g_k(P_i)) (k > 0), averaged.
 
     The mean over rows stands for the published maximum, and the first k + 1 rows are left out:

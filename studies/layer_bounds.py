@@ -12,16 +12,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.branches.dot_product import DotProductAttention
+from invformer.branches.heads import InputMaps, OutputMaps
 from invformer.branches.tied_l2 import local_bounds as local
 from invformer.branches.tied_l2.attention import TiedL2Attention
 from invformer.kernels.attention import only
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.numerics.l2_attention import attention_weights, merge_heads, split_heads
+from invformer.numerics.l2_attention import PerHead, attention_weights, merge_heads, split_heads
 from invformer.numerics.linear_map import LinearMap, linearise
+from invformer.numerics.norms import Tokens
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies import castin, jasmin
 
 Layer = DotProductAttention | TiedL2Attention
+OfSequences = Float[Tensor, "*batch"]
 
 STEPS = 300
 RTOL = 1e-6  # the value's relative error is of the order of its square
@@ -43,7 +46,7 @@ class Heads(NamedTuple):
     w_o: Tensor
 
 
-def heads_of(layer: Layer, z: Float[Tensor, "*batch tokens width"]) -> Heads:
+def heads_of(layer: Layer, z: Tokens) -> Heads:
     """What a layer computes at its input, head by head; differentiable."""
     bias = layer.position(z.shape[-2]).to(z.dtype)
     if isinstance(layer, TiedL2Attention):
@@ -59,11 +62,7 @@ def heads_of(layer: Layer, z: Float[Tensor, "*batch tokens width"]) -> Heads:
     return Heads(q, k, v, p, w_q, w_k, w_v, w_o)
 
 
-def l2_terms(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    w_q: Float[Tensor, "heads width d_head"],
-) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+def l2_terms(q: PerHead, p: Tensor, w_q: InputMaps) -> tuple[OfSequences, OfSequences]:
     """The query and key terms of (P^h q^h)_h of tied L2 attention from above, with s = √d.
 
     query = (2/s) max_i (Σ_h ‖W_h C_i^h‖_F²)^½
@@ -87,7 +86,7 @@ def l2_terms(
 
 def dot_product_terms(
     heads: Heads, slack: Float[Tensor, "*batch heads 1"] | float = 0.0
-) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+) -> tuple[OfSequences, OfSequences]:
     """The same of (P^h v^h)_h of dot-product attention; ``slack`` is the rounding of a moment.
 
     query = (1/s) max_i (Σ_h ‖Cov_i(v, k) W_qᵀ‖_F²)^½
@@ -105,9 +104,7 @@ def dot_product_terms(
     return query, key
 
 
-def sensitivity_regulariser(
-    layer: Layer, z: Float[Tensor, "batch tokens width"]
-) -> Float[Tensor, ""]:
+def sensitivity_regulariser(layer: Layer, z: Tokens) -> Float[Tensor, ""]:
     """Mean query and key terms of the layer's ``fast`` local bound; differentiable.
 
     Small iff the attention weights hardly react to the input. It follows the true size of that
@@ -121,9 +118,7 @@ def sensitivity_regulariser(
     return (query + key).mean()
 
 
-def compare(
-    layer: Layer, z: Float[Tensor, "sequences tokens width"]
-) -> tuple[list[float], dict[str, list[float]]]:
+def compare(layer: Layer, z: Tokens) -> tuple[list[float], dict[str, list[float]]]:
     """The true ‖∂F/∂X‖ of a layer at its input, and local bounds, in ``frobenius`` by sequence.
 
     ``tight`` and ``fast`` are ours, ``g1`` is Theorem 3 of Yudin et al. 2025.
@@ -140,24 +135,24 @@ def compare(
     return truth.value.tolist(), {name: bound.tolist() for name, bound in bounds.items()}
 
 
-def jacobian_of(layer: Layer, z: Tensor) -> LinearMap:
+def jacobian_of(layer: Layer, z: Tokens) -> LinearMap:
     """The Jacobian of a layer."""
     with only("math"):  # fused attention has no second derivative
         return linearise(layer, z)
 
 
-def tied_attention(x: Tensor, w_q: Tensor, g: Tensor) -> Tensor:
+def tied_attention(x: Tokens, w_q: InputMaps, g: OutputMaps) -> Tokens:
     """f(X)_i = Σ_h (P^h q^h)_i G_h, every token sees all."""
     q = project(x, w_q)
     return merge_heads(attention_weights(q) @ q) @ g.flatten(-3, -2)
 
 
-def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
+def project(x: Tokens, w: InputMaps) -> PerHead:
     """x W_h for every head: (*batch, N, D) → (*batch, H, N, d)."""
     return split_heads(x @ merge_heads(w), w.shape[-3])
 
 
-def dot_product_local_bound(heads: Heads) -> Float[Tensor, "*batch"]:
+def dot_product_local_bound(heads: Heads) -> OfSequences:
     """‖J‖ in frobenius of Σ_h softmax(q kᵀ/s + b_h) v W_o, from above.
 
     ‖W_o‖ (‖[W_v]‖ max_h (max_j Σ_i P_ij)^½ + query + key), see :func:`dot_product_terms`: the three

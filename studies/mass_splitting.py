@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from invformer.config.section import option
 from invformer.numerics.linear_map import SequenceMap
+from invformer.numerics.norms import Tokens
 from studies import castin
-from studies.castin import MassSplitting
+from studies.castin import Masses, MassSplitting
 from studies.report import Finding, Rows, Summary, by, table, values
 from studies.study import Study, StudyOptions, program, progress
 
@@ -141,19 +141,14 @@ def l2_attention(w: Tensor, g: Tensor, mass: Tensor) -> SequenceMap:
     return attend
 
 
-def l2_mass_splitting(
-    x: Float[Tensor, "*batch atoms width"],
-    mass: Float[Tensor, "atoms"],
-    w: Float[Tensor, "width d_head"],
-    g: Float[Tensor, "d_head width"],
-) -> MassSplitting:
+def l2_mass_splitting(x: Tokens, mass: Masses, w: Tensor, g: Tensor) -> MassSplitting:
     """max(‖Df_m(X)‖_m, max_i ‖B_i‖) for one head of tied L2 attention.
 
     Blocks, with y = Wᵀx, u = Gᵀy, ū and ȳ the means under P_i (columns act on perturbations):
 
         J_ij = P_ij (WG)ᵀ + δ_ij B_i − (2/√d) P_ij (u_j − ū_i)(y_j − y_i)ᵀ Wᵀ
 
-    w is W^Q of the head, g its output map. Ours; the blocks follow Kim et al. 2021.
+    w is W^Q of the head, (D, d), g its output map, (d, D). Ours; the blocks follow Kim et al. 2021.
     """
     y = x @ w
     u = y @ g

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,7 +19,7 @@ from invformer.config.section import Section, option
 from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS
 from invformer.data.vocabulary import Vocabulary
-from invformer.data.windows import TrainingWindows
+from invformer.data.windows import Batch, TrainingWindows, Windows
 from invformer.errors import DataError
 from invformer.nn.transformer import CharTransformer
 from invformer.weights.spectral import refresh_normalisers, set_manual_refresh
@@ -27,6 +27,7 @@ from studies.layer_bounds import Layer
 from studies.study import StudyOptions, progress
 
 GRAD_CLIP = 1.0  # as train.py has it
+Penalty = Callable[[Layer, Tensor], Tensor]  # of an attention layer and its input
 
 
 @dataclass(kw_only=True)
@@ -95,9 +96,7 @@ class Text:
     vocab_size: int
     sha256: str
 
-    def windows(
-        self, seq_len: int, device: torch.device
-    ) -> tuple[Int[Tensor, "windows tokens"], Int[Tensor, "windows tokens"]]:
+    def windows(self, seq_len: int, device: torch.device) -> Batch:
         """Consecutive full windows of the validation text, and the characters that follow each."""
         count = (len(self.val) - 1) // seq_len
         tokens = self.val[: count * seq_len + 1].long().to(device)
@@ -180,13 +179,13 @@ def train(
     *,
     schedule: LRScheduler | None = None,
     grad_clip: float | None = GRAD_CLIP,
-    penalty: Callable[[Layer, Tensor], Tensor] | None = None,
+    penalty: Penalty | None = None,
     is_fresh: bool = True,
 ) -> list[float]:
     """Minimise mean nats per character on batches of a text; stop at a loss that is not finite.
 
     The first batch initialises a fresh model. ``schedule`` is moved once
-    per step; ``penalty`` of an attention layer and its input is added for every layer.
+    per step; ``penalty`` is added for every attention layer.
 
     Returns:
         The losses of all steps.
@@ -220,9 +219,7 @@ def train(
 
 
 def train_by_adam(
-    model: CharTransformer,
-    case: ModelCase,
-    penalty: Callable[[Layer, Tensor], Tensor] | None = None,
+    model: CharTransformer, case: ModelCase, penalty: Penalty | None = None
 ) -> list[float]:
     """Adam at the constant learning rate ``case.lr``, without clipping, on the text of the case."""
     optimiser = torch.optim.Adam(model.parameters(), lr=case.lr)
@@ -242,18 +239,12 @@ def layer_inputs(model: nn.Module, kind: Any = Layer) -> Iterator[list[tuple[Any
             handle.remove()
 
 
-def mean_nats(
-    logits: Float[Tensor, "batch tokens symbols"], targets: Integer[Tensor, "batch tokens"]
-) -> Tensor:
+def mean_nats(logits: Float[Tensor, "batch tokens symbols"], targets: Windows) -> Tensor:
     """Mean cross-entropy, nats per character."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def scores(
-    model: CharTransformer,
-    windows: Int[Tensor, "windows tokens"],
-    targets: Int[Tensor, "windows tokens"],
-) -> tuple[float, float]:
+def scores(model: CharTransformer, windows: Windows, targets: Windows) -> tuple[float, float]:
     """Nats per character, and the share of characters that were the likeliest."""
     nats = correct = 0.0
     for tokens, following in zip(windows.split(64), targets.split(64), strict=True):
