@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from invformer.errors import CheckpointError, InvformerError
+from invformer.errors import InvformerError
 from invformer.processes.ranks import handlers_restored, hear_to_stop
 from invformer.runs.run_directory import METRICS
 from invformer.runs.run_log import read_rows
@@ -54,9 +54,5 @@ def place_of(case: Any) -> list[str]:
 
 
 def validations(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run folder's validations; raises CheckpointError if it is no run folder."""
-    try:
-        rows = read_rows(run.expanduser() / METRICS)
-    except OSError as error:
-        raise CheckpointError(f"{run}: no run folder ({METRICS}: {error.strerror})") from None
-    return [row for row in rows if "val/nats" in row]
+    """The rows of a run's validations."""
+    return [row for row in read_rows(run / METRICS) if "val/nats" in row]
