@@ -221,11 +221,9 @@ def on_pretrained(case: Case) -> Result:
     """A module of a pretrained model at the inputs that its model gives it."""
     model = pretrained(case.path, case.text)
     texts = sequences(model.tokens, case.num_tokens, case.num_sequences, case.seed)
-    found = []
-    for text in progress(texts, "texts"):
-        jacobian = model.jacobian(case.layer, case.part, case.causal, text)
-        found.append(estimate(jacobian, case.seed, PRETRAINED_RTOL))
-    return joined(found)
+    where = case.layer, case.part, case.causal
+    jacobians = (model.jacobian(*where, text) for text in progress(texts, "texts"))
+    return joined([estimate(jacobian, case.seed, PRETRAINED_RTOL) for jacobian in jacobians])
 
 
 def on_text(case: Case) -> Result:
@@ -334,12 +332,11 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         | {f"n = {c.num_tokens}": constant(c, r) for c, r in part}
         for part, one in found
     ]
-    kinds: dict[str, list[Fit]] = {}
-    for part, one in found:
-        if one and part[0][0].text:
-            kinds.setdefault(title(part[0][0]), []).append(one)
-    others = [x for part, one in found if one and not part[0][0].text for x in claims(part, one)]
-    return Summary(lines, [*(of_kind(kind, some) for kind, some in kinds.items()), *others])
+    fitted = [(part, one) for part, one in found if one]
+    if not rows[0][0].text:
+        return Summary(lines, [words for part, one in fitted for words in claims(part, one)])
+    kinds = by(fitted, lambda part, _: title(part[0][0]))
+    return Summary(lines, [of_kind(kind, [f for _, f in some]) for kind, some in kinds.items()])
 
 
 def of_kind(kind: str, found: list[Fit]) -> Finding:
