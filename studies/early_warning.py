@@ -145,9 +145,8 @@ def points_of(num_steps: int) -> list[int]:
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train, read every signal at its steps, and score."""
-    kind, _, optimiser = case.family.partition("/")
     subject = (
-        NanoGPT(case, case.nanogpt, device) if case.nanogpt else Ours(case, kind, optimiser, device)
+        NanoGPT(case, case.nanogpt, device) if case.nanogpt else Ours(case, case.family, device)
     )
     warm_up = case.num_steps // 10 if case.has_warm_up else 0
     schedule = warmup_cosine(subject.optimiser, warm_up, case.num_steps)
@@ -216,17 +215,16 @@ class Run:
         index = self.result.points.index(step)
         if signal in FREE:
             return self.result.readings[signal][index]
-        branches = self.branches(signal.removeprefix("estimate_") if "_" in signal else None)
-        now, start = ({str(k): s[i] for k, s in enumerate(branches)} for i in (index, 0))
+        names = self.watched(signal.removeprefix("estimate_") if "_" in signal else None)
+        now, start = ({name: self.result.branches[name][i] for name in names} for i in (index, 0))
         return growth(now, start)[0] if signal == "growth" else max(now.values())
 
-    def branches(self, kind: str | None) -> list[list[float]]:
-        """The series of all branches of a kind; None takes blocks if they were measured."""
-        series = self.result.branches
+    def watched(self, kind: str | None) -> list[str]:
+        """All branches of a kind; None takes blocks if they were measured."""
+        names = list(self.result.branches)
         if kind is not None:
-            return [values for name, values in series.items() if name.endswith(kind)]
-        blocks = [values for name, values in series.items() if "/" not in name]
-        return blocks or list(series.values())
+            return [name for name in names if name.endswith(kind)]
+        return [name for name in names if "/" not in name] or names
 
     @property
     def growth(self) -> list[float]:
@@ -251,13 +249,10 @@ def scores_of(runs: Sequence[Run], signal: str, share: float) -> Tensor:
     found = [run.reading(signal, round(share * run.case.num_steps)) for run in runs]
     scores = torch.tensor(found, dtype=torch.float64)
     if signal not in AS_THEY_ARE:
-        healthy: dict[str, list[float]] = {}
-        for run, value in zip(runs, found, strict=True):
-            if not run.is_sick:
-                healthy.setdefault(run.family, []).append(value)
-        usual = torch.tensor([median(healthy[run.family]) for run in runs], dtype=torch.float64)
-        sign = -1 if signal in LOW_IS_SICK else 1
-        scores = sign * (scores / usual).log()
+        healthy = by([row for row in zip(runs, found, strict=True) if not row[0].is_sick], "family")
+        usual = {family: median(value for _, value in rows) for family, rows in healthy.items()}
+        ratio = scores / torch.tensor([usual[run.family] for run in runs], dtype=torch.float64)
+        scores = (-1 if signal in LOW_IS_SICK else 1) * ratio.log()
     return scores.masked_fill(~torch.tensor(found).isfinite() | scores.isnan(), math.inf)
 
 
@@ -273,13 +268,13 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         torch.tensor([names.index(run.family) for run in judged]),
     )
     table = [line_of(judged, labels, signal) for signal in (*FREE, *OURS)]
-    counts = f"{len(judged)} runs of {len(names)} families, {int(labels.sick.sum())} sick"
-    cells = {(run.family, run.case.lr) for run in runs}
-    drawn = (
-        f"{len(runs)} runs in all, {len(runs) / len(cells) / COMBINATIONS:.2f} of all combinations"
+    share = len(runs) / len({(run.family, run.case.lr) for run in runs}) / COMBINATIONS
+    counts = (
+        f"{len(judged)} runs of {len(names)} families, {int(labels.sick.sum())} sick; "
+        f"{len(runs)} runs in all, {share:.2f} of all combinations"
     )
     findings = [*verdict(judged, labels), *beside(runs, judged, labels)]
-    return Summary(table, [(None, f"{counts}; {drawn}"), *findings])
+    return Summary(table, [(None, counts), *findings])
 
 
 def line_of(judged: Sequence[Run], labels: Labels, signal: str) -> dict[str, Any]:
@@ -325,9 +320,8 @@ def limit_of(judged: Sequence[Run]) -> float:
 
 def beside(runs: Sequence[Run], judged: Sequence[Run], labels: Labels) -> list[Finding]:
     """The alarm, SpikeDetection as Lightning has it, rates that are too small, certified models."""
-    peaks = torch.tensor([max(run.growth) for run in judged], dtype=torch.float64)
-    limit = limit_of(judged)
-    found, accused = labels.held_out(peaks)
+    limit, peaks = limit_of(judged), [max(run.growth) for run in judged]
+    found, accused = labels.held_out(torch.tensor(peaks, dtype=torch.float64))
     sick = [run for run in judged if run.is_sick]
     grown = [[value > limit for value in run.growth] for run in sick]
     when = [run.result.points[g.index(True)] for run, g in zip(sick, grown, strict=True) if any(g)]
@@ -344,14 +338,12 @@ def beside(runs: Sequence[Run], judged: Sequence[Run], labels: Labels) -> list[F
     bad = sum(run.is_sick for run in loud)
     lines.append(f"of all {len(runs)} runs it sounds in {len(loud)}, of which {bad} are sick")
     for group in ("too small", "certified"):
-        part = [run for run in runs if run.group == group]
+        part = [(run.is_sick, max(run.growth) > limit) for run in runs if run.group == group]
         if part:
-            alarms = sum(max(run.growth) > limit for run in part)
-            sick = [run for run in part if run.is_sick]
-            heard = sum(max(run.growth) > limit for run in sick)
             lines.append(
-                f"{group}: {len(sick)} of {len(part)} runs are sick; the alarm sounds in {heard} "
-                f"of these, in {alarms - heard} of the others"
+                f"{group}: {sum(sick for sick, _ in part)} of {len(part)} runs are sick; the alarm "
+                f"sounds in {part.count((True, True))} of these, in {part.count((False, True))} "
+                "of the others"
             )
     return [(None, line) for line in lines]
 

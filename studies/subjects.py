@@ -35,16 +35,17 @@ WINDOW = 10  # losses in SpikeDetection's running mean
 
 
 class Ours:
-    """A model of this project, by AdamW or Muon at the rate ``case.lr``."""
+    """A model of this project; its family is KIND/OPTIMISER, AdamW or Muon at ``case.lr``."""
 
-    def __init__(self, case: ModelCase, kind: str, optimiser: Any, device: torch.device) -> None:
+    def __init__(self, case: ModelCase, family: str, device: torch.device) -> None:
+        kind, optimiser = family.split("/")
         proven = {} if kind == "certified" else {"certificate": None}
         name = {"bare": "dot_product", "certified": "contractive_l2"}.get(kind, kind)
         self.model = new_model(case, name=name, **proven).to(device)
         if kind == "bare":
             for block in self.model.stack.blocks:
                 block.attention.norm = block.feed_forward.norm = nn.Identity()  # pyright: ignore
-        config = OptimConfig(name=optimiser, lr=case.lr)
+        config = OptimConfig(name="adamw", lr=case.lr)
         if optimiser == "muon":
             config = OptimConfig(lr=case.lr / MUON_TO_ADAM, muon_lr=case.lr)
         self.optimiser = build_optimizer(self.model, config)
