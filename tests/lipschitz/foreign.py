@@ -10,6 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from invformer.lipschitz.calls import first_real, is_real, leaves, mapped
 
 
+def agree(values: dict[str, float], true: dict[str, float], rtol: float = 0.01) -> None:
+    """Every value is from below, and near."""
+    for name, value in values.items():
+        assert (1 - rtol) * true[name] <= value <= true[name] * (1 + 1e-9), name
+
+
 def dense_constants(
     model: nn.Module, names: Iterable[str], *inputs: Any, **named: Any
 ) -> dict[str, float]:

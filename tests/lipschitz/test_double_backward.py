@@ -36,8 +36,7 @@ def test_values_pulls_and_pushes_are_those_of_pytorch(name: str) -> None:
             y = function(x, *options)
             (w,) = torch.autograd.grad(y, x, a, create_graph=True)
             found.append((y, w, *torch.autograd.grad(w, a, v)))
-    for mine, expected in zip(*found, strict=True):
-        torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -51,8 +50,7 @@ def test_passes_that_are_not_ours_are_derived_by_everything(name: str) -> None:
         at = [x.clone().requires_grad_(), *(t for t in given if isinstance(t, torch.Tensor))]
         pulled = torch.autograd.grad(function(at[0], *given), at, a, create_graph=True)
         found.append([*pulled, *torch.autograd.grad(pulled[0].sin().sum(), at[:1])])
-    for mine, expected in zip(*found, strict=True):
-        torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -66,8 +64,7 @@ def test_transforms_of_functions_and_forward_mode_are_those_of_pytorch(name: str
         with forward_ad.dual_level():
             tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, v), *options)).tangent
         found.append([each, tangent, *torch.autograd.grad(each.sum() + tangent.sum(), x)])
-    for mine, expected in zip(*found, strict=True):
-        torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(*found)
 
 
 class Slope(nn.Module):

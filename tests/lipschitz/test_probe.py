@@ -19,17 +19,18 @@ from invformer.numerics.norms import NORMS
 from invformer.weights.spectral import refresh_normalisers, set_manual_refresh
 from tests.support.builders import (
     SEQ_LEN,
-    VOCAB,
     WIDTH,
     baseline,
     contractive_model,
     convolutional_baseline,
     coupling,
     l2_baseline,
+    model_of_the_past,
     preset_model,
     random_tokens,
     scaled_model,
     small_model,
+    train,
     trained_a_little,
 )
 from tests.support.host_syncs import HostSyncs
@@ -64,11 +65,9 @@ MODELS = {
     "plain": lambda: contractive_model(norm=False),
     "bounded": lambda: contractive_model(bounded=True),
     "causal": lambda: contractive_model(certificate="causal"),
-    "past": lambda: contractive_model(
-        certificate="causal", bounded=True, strictly_causal=True, kernel=3
-    ),
+    "past": model_of_the_past,
     "weighted": scaled_model,
-    "weighted past": lambda: scaled_model(certificate="causal", kernel=3),
+    "weighted past": partial(scaled_model, kernel=3),
     "weighted in a ball": lambda: scaled_model(
         bounded=False, strictly_causal=False, certificate="token_max", input_radius=1.5
     ),
@@ -261,12 +260,7 @@ def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3)
     errors = []
     for step in range(120):
-        text = (torch.arange(13) * (1 + step % 5) + step) % VOCAB
-        logits = model(text[None, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        train(model, optimizer, [step])
         refresh_normalisers(model)
         values = probe.values()
         if step in (39, 79, 119):
