@@ -16,7 +16,6 @@ from invformer.nn.transformer import CharTransformer, PreNormStack
 from invformer.numerics.enclosure import Enclosure
 from invformer.numerics.pairs import paired
 from invformer.proofs.enclosed_network import Network
-from tests.proofs.models import MODELS, ready
 from tests.support.builders import SEQ_LEN, VOCAB, random_tokens
 
 ctx.prec = 200
@@ -26,12 +25,6 @@ exactly = np.vectorize(arb, otypes=[object])
 def numbers(x: Tensor) -> np.ndarray:
     """A tensor's numbers, exactly."""
     return exactly(x.detach().double().numpy())
-
-
-@pytest.fixture(params=list(MODELS))
-def model(request) -> CharTransformer:
-    """A trained model of every kind, in float32."""
-    return ready(MODELS[request.param]).float()
 
 
 def exact_attention(branch, x: np.ndarray) -> np.ndarray:
@@ -86,12 +79,8 @@ def exact_norm(norm: nn.LayerNorm, x: np.ndarray) -> np.ndarray:
 def exact_feed_forward(branch, x: np.ndarray) -> np.ndarray:
     """silu((x, those before) W + b) V + c."""
     if isinstance(branch, FeedForward):
-        w_in, b_in, w_out, c = (
-            branch[0].weight.mT,
-            branch[0].bias,
-            branch[2].weight.mT,
-            branch[2].bias,
-        )
+        w_in, b_in, c = branch[0].weight.mT, branch[0].bias, branch[2].bias
+        w_out = branch[2].weight.mT
     else:
         (w_in, b_in, w_out, _), c = branch.weights(), torch.zeros(())
     before = [np.concatenate([0 * x[:lag], x[: len(x) - lag]]) for lag in range(branch.kernel)]
@@ -132,21 +121,21 @@ def exact_states(model: CharTransformer, tokens: Tensor) -> np.ndarray:
 @torch.no_grad()
 def test_enclosed_states_contain_those_in_200_bits(model, accurate: bool) -> None:
     (tokens,), places = random_tokens(1), torch.arange(SEQ_LEN)
-    with torch.no_grad():
-        network = Network(model, SEQ_LEN, accurate)
-        own, past = network(tokens, places, None)
-        other = (tokens + 1) % VOCAB
-        state, _ = network(other, places, past)
-        exact = exact_states(model, tokens)
-        changed = tokens.clone()
-        changed[5] = other[5]
-        at_five = state[5]
-        for found, true in ((own, exact), (at_five, exact_states(model, changed)[5])):
-            found = paired(found)
-            parts = (t.flatten().tolist() for t in (found.middle, found.low, found.radius))
-            for middle, low, radius, value in zip(*parts, true.flatten(), strict=True):
-                assert abs(value - arb(middle) - arb(low)) <= arb(radius)
-        assert own.radius.max() < (1e-17 if accurate else 1e-8)
+    network = Network(model, SEQ_LEN, accurate)
+    own, past = network(tokens, places, None)
+    other = (tokens + 1) % VOCAB
+    state, _ = network(other, places, past)
+    changed = tokens.clone()
+    changed[5] = other[5]
+    for enclosed, true in (
+        (own, exact_states(model, tokens)),
+        (state[5], exact_states(model, changed)[5]),
+    ):
+        found = paired(enclosed)
+        parts = (t.flatten().tolist() for t in (found.middle, found.low, found.radius))
+        for middle, low, radius, value in zip(*parts, true.flatten(), strict=True):
+            assert abs(value - arb(middle) - arb(low)) <= arb(radius)
+    assert own.radius.max() < (1e-17 if accurate else 1e-8)
 
 
 @pytest.mark.parametrize("relative", [1e-6, 1e-2])
@@ -199,8 +188,7 @@ def test_inner_errors_are_carried_to_the_top(model, seed: int, monkeypatch) -> N
     monkeypatch.setattr(enclosed_feed_forward, "activate", wrong)
     (tokens,) = random_tokens(1, seed=seed)
     states = model.stack(model.embedding(tokens))
-    with torch.no_grad():
-        found, _ = Network(model, SEQ_LEN)(tokens, torch.arange(SEQ_LEN), None)
+    found, _ = Network(model, SEQ_LEN)(tokens, torch.arange(SEQ_LEN), None)
     away = (found.middle - states).abs()
     assert (away <= found.radius).all()
     assert away.max() > 0.1 * size

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from invformer.nn import ContractiveL2Attention
-from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormStack
+from invformer.nn.transformer import PreNormBlock, PreNormStack
 from invformer.numerics.precision import denormals_flushed
 from invformer.proofs import prefix_margins as prefix_module
 from invformer.proofs.prefix_margins import MarginEvidence, prefix_margins
-from tests.proofs.models import MODELS, ready, unconstrained
+from tests.proofs.models import ready, unconstrained
 from tests.support.builders import (
     SEQ_LEN,
     VOCAB,
@@ -24,12 +24,6 @@ from tests.support.builders import (
     preset_model,
     random_tokens,
 )
-
-
-@pytest.fixture(params=list(MODELS))
-def model(request) -> CharTransformer:
-    """A trained model of every kind, in float32."""
-    return ready(MODELS[request.param]).float()
 
 
 @torch.no_grad()
