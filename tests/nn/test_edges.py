@@ -31,7 +31,9 @@ def branches() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
     """One of every kind, and the constant to invert it by."""
     see, causal = RelativePositionBias(2, TOKENS), {"kind": "causal"}
     yield ContractiveL2Attention(WIDTH, 2, see, TARGET), {}
+    yield ContractiveL2Attention(WIDTH, 2, see, TARGET, "causal"), causal
     yield BoundedAttention(WIDTH, 2, 3, see, TARGET), {}
+    yield BoundedAttention(WIDTH, 2, 3, see, TARGET, "causal"), causal
     yield BoundedAttention(WIDTH, 2, 3, see, TARGET, "causal", strictly_causal=True), causal
     yield ContractiveFeedForward(WIDTH, 16, TARGET), {}
     yield ContractiveFeedForward(WIDTH, 16, TARGET, kernel=3), causal
@@ -42,13 +44,16 @@ def branches() -> Iterator[tuple[nn.Module, dict[str, Any]]]:
     yield PositionAttention(WIDTH, see, TARGET), {}
 
 
+L2, BOUNDED, FEED_FORWARD = 0, 2, 5
 every_branch = pytest.mark.parametrize("index", range(len(list(branches()))))
 
 
-def layer_of(index: int, scaled: bool, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+def layer_of(
+    index: int, scaled: bool, dtype: torch.dtype, radius: float | None = None
+) -> tuple[Any, dict[str, Any]]:
     branch, how = list(branches())[index]
     scaling = DiagonalScaling(WIDTH) if scaled else None
-    return InvertibleResidual(branch, scaling).to(dtype), how  # type: ignore
+    return InvertibleResidual(branch, scaling, radius).to(dtype), how  # type: ignore
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

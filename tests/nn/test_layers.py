@@ -20,7 +20,7 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.fixed_point_solution import InversionStatus
 from invformer.numerics.norms import vector_norm
 from tests.support import builders
-from tests.support.problems import dense_jacobian
+from tests.support.problems import dense_jacobian, diagonal_norm, jacobian
 
 
 def model_of_two_masks() -> CharTransformer:
@@ -169,26 +169,37 @@ def test_a_coupling_is_undone_keeps_volume_and_sees_no_later_token() -> None:
     assert later.max() == 0
 
 
+PAST = {"bounded": True, "certificate": "causal", "strictly_causal": True, "kernel": 3}
+ANYWHERE = {"scaled": True, "input_radius": None}
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"certificate": "causal"}, {"bounded": True},
-        {"bounded": True, "certificate": "causal", "strictly_causal": True, "kernel": 3},
+        {}, {"certificate": "causal"}, {"bounded": True}, {"bounded": True, "scaled": True}, PAST,
+        ANYWHERE, PAST | ANYWHERE,
     ],
 )  # fmt: skip
-def test_no_jacobian_exceeds_the_bounds_of_branches_in_a_ball(options: dict) -> None:
+def test_no_branch_gains_more_than_its_bound_in_its_weighted_norm(options: dict) -> None:
     # Small enough to bend: tokens of these models have a length of about √12.
-    model = builders.trained_a_little(builders.contractive_model(input_radius=2.0, **options))
-    with pytest.raises(ValueError, match="entry_max"):
-        certify(model, norm="entry_max")
+    in_a_ball = {"input_radius": 2.0} | options
+    model = builders.trained_a_little(builders.contractive_model(**in_a_ball))
+    if in_a_ball["input_radius"]:
+        with pytest.raises(ValueError, match="entry_max"):
+            certify(model, norm="entry_max")
     x = model.embedding(builders.random_tokens(1)).detach()
-    norms = ("token_max", "frobenius")
-    bounds = {norm: certify(model, norm, torch.float64, "global").per_branch for norm in norms}
+    bounds, frobenius, causal = (
+        certify(model, norm, torch.float64, kind).per_branch
+        for norm, kind in (("token_max", "global"), ("frobenius", "global"), (None, "causal"))
+    )
     for name, layer in model.stack.layers():
         if isinstance(layer, InvertibleResidual):
-            dense = dense_jacobian(layer.f, x[0])
-            assert torch.linalg.matrix_norm(dense, 2).item() <= bounds["frobenius"][name]
-            rows = dense.unflatten(0, (builders.SEQ_LEN, -1))
+            dense = jacobian(lambda t, layer=layer: layer(t) - t, x[0]).detach()
+            if layer.scaling is not None:  # y = x + D⁻¹ f(D x + b) in ‖D x‖
+                scale = layer.scaling.log_scale.exp()
+                dense = scale[:, None, None] * dense / scale
             # ‖X‖_F ≤ 1 holds every token at 1, so a token's rows gain no more than in token_max.
-            assert torch.linalg.matrix_norm(rows, 2).max().item() <= bounds["token_max"][name]
+            assert 0 < torch.linalg.matrix_norm(dense.flatten(2), 2).max() <= bounds[name]
+            assert torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2) <= frobenius[name]
+            assert diagonal_norm(dense) <= causal[name]
         x = layer(x).detach()

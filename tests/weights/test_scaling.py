@@ -10,7 +10,6 @@ from invformer.errors import NonFiniteError
 from invformer.nn import certify, enforce, residual
 from invformer.nn.residual import FoldedWeights
 from tests.support.builders import SEQ_LEN, WIDTH, random_tokens, scaled_model, trained_a_little
-from tests.support.problems import dense_jacobian
 
 MODELS = [
     {},
@@ -18,27 +17,6 @@ MODELS = [
     {"certificate": "token_max", "bounded": False, "strictly_causal": False},
     {"certificate": "token_max", "strictly_causal": False, "input_radius": 2.0},
 ]
-
-
-@pytest.mark.parametrize("options", MODELS)
-def test_the_output_of_a_branch_contracts_in_its_weighted_norm(options: dict) -> None:
-    model = trained_a_little(scaled_model(**options))
-    certificate = certify(model, dtype=torch.float64)
-    x = model.embedding(random_tokens(1)).detach()
-    layer = model.stack.blocks[0].attention
-    scale, shift = layer.scaling.log_scale.exp().detach(), layer.scaling.shift.detach()
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return layer.f(x * scale + shift) / scale
-
-    jacobian = dense_jacobian(f, x[0]).view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH)
-    weighted = jacobian * scale[:, None, None] / scale
-    if certificate.kind == "causal":  # of single tokens
-        blocks = weighted.diagonal(dim1=0, dim2=2).movedim(-1, 0)
-    else:  # ‖X‖_F ≤ 1 holds every token at 1, so a token gains no more than in token_max
-        blocks = weighted.flatten(2)
-    gain = torch.linalg.matrix_norm(blocks, 2).max().item()
-    assert 0 < gain <= certificate.per_branch["block_00/attention"] <= 0.5
 
 
 @pytest.mark.parametrize("options", MODELS)
@@ -56,8 +34,7 @@ def test_a_block_is_the_same_function_with_scalings_folded_into_its_weights(opti
             assert torch.equal(model.stack(x), plain)
     ours = torch.autograd.grad(folded.sin().sum(), parameters)
     expected = torch.autograd.grad(plain.sin().sum(), parameters)
-    for found, wanted in zip(ours, expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_a_certificate_and_an_inverse_cannot_take_folded_weights() -> None:

@@ -116,12 +116,8 @@ def test_a_sample_has_the_same_masks_in_every_batch() -> None:
 
 
 def test_other_samples_layers_and_seeds_have_masks_that_are_independent() -> None:
-    found = [
-        *masks(0, 3),
-        *masks(1 << 32, 3),
-        *masks(0, 3, seed=4),
-        *masks(0, 3, seed=(1 << 32) - 1),
-    ]
+    where = (0, 3), (1 << 32, 3), (0, 4), (0, (1 << 32) - 1)  # first sample, seed
+    found = [mask for first, seed in where for mask in masks(first, 3, seed)]
     rows = torch.cat([mask.flatten(1) for mask in found]).double()
     correlation = torch.corrcoef(rows)
     for i, j in itertools.combinations(range(len(rows)), 2):
