@@ -31,14 +31,10 @@ def test_its_jacobian_is_that_of_the_unit_ball_at_the_scaled_point(scale: float)
     assert norm == pytest.approx(point.rho.item())
 
 
-def test_gradients_are_those_of_the_formula_and_without_them_numbers_are_the_same() -> None:
+def test_gradients_are_those_of_differences_and_without_them_numbers_are_the_same() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     assert torch.autograd.gradcheck(lambda z: into_ball(z, 2.0), x)
     assert torch.autograd.gradgradcheck(lambda z: into_ball(z, 2.0), x)
-    weights = torch.randn(3, 4)
-    (fast,) = torch.autograd.grad((weights * into_ball(x, 2.0)).sum(), x)
-    (formula,) = torch.autograd.grad((weights * 2 * to_ball(x / 2).u).sum(), x)
-    torch.testing.assert_close(fast, formula)
     with torch.no_grad():
         plain = into_ball(x, 2.0)
     assert torch.equal(plain, into_ball(x, 2.0))

@@ -151,10 +151,8 @@ def test_roots_and_quotients_of_any_size_are_enclosed(power: int, kind: type[Enc
 
 
 def test_low_digits_are_not_forgotten_where_float64_meets_a_pair() -> None:
-    one, pair = (
-        constant(torch.ones(1)),
-        Pair(-torch.ones(1), torch.zeros(1).float(), 2.0**-54 * torch.ones(1)),
-    )
+    one, zero = constant(torch.ones(1)), torch.zeros(1).float()
+    pair = Pair(-torch.ones(1), zero, 2.0**-54 * torch.ones(1))
     for found in (one + pair, one - -pair):
         assert within(arb(2.0**-54), found[0])
     assert within(exactly(pair)[0], (one * pair)[0])

@@ -51,25 +51,22 @@ def test_linearising_works_in_every_grad_mode_and_leaves_no_graph(mode) -> None:
     assert layer.weight.grad is None
 
 
-def causal_attention(heads: int = 2, width: int = 6) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Tied L2 attention: a causal map whose tokens do mix."""
-    d = width // heads
-    w_q = 0.8 * orthogonal(heads, width, width)[..., :d]
-    g = 0.4 * orthogonal(heads, width, width)[:, :d]
+def causal_map(w: Tensor, heads: int = 2) -> Callable[[Tensor], Tensor]:
+    """tanh((x + attention(x)) W) with tied L2 attention: causal, and tokens do mix."""
+    d = len(w) // heads
+    w_q = 0.8 * orthogonal(heads, len(w), len(w))[..., :d]
+    g = 0.4 * orthogonal(heads, len(w), len(w))[:, :d]
 
-    def f(x: torch.Tensor) -> torch.Tensor:
+    def f(x: Tensor) -> Tensor:
         hidden = torch.full((1, x.shape[-2], x.shape[-2]), -math.inf).triu(1)
-        return (l2_attention(x.unsqueeze(-3) @ w_q, hidden) @ g).sum(-3)
+        attended = (l2_attention(x.unsqueeze(-3) @ w_q, hidden) @ g).sum(-3)
+        return torch.tanh((x + attended) @ w)
 
     return f
 
 
 def test_a_causal_log_det_is_the_dense_one_in_every_grad_mode() -> None:
-    attention, w, x = causal_attention(), 0.5 * orthogonal(6, 6), torch.randn(6, 7, 6)
-
-    def f(z: torch.Tensor) -> torch.Tensor:
-        return torch.tanh((z + attention(z)) @ w)
-
+    f, x = causal_map(0.5 * orthogonal(6, 6)), torch.randn(6, 7, 6)
     exact = torch.stack([(torch.eye(42) + dense_jacobian(f, sample)).logdet() for sample in x])
     for grad in (torch.no_grad, torch.inference_mode):
         with grad():
@@ -79,13 +76,8 @@ def test_a_causal_log_det_is_the_dense_one_in_every_grad_mode() -> None:
 
 
 def test_a_flow_learns_from_the_gradient_of_the_dense_log_det() -> None:
-    attention = causal_attention()
     w = (0.5 * orthogonal(6, 6)).requires_grad_()
-    x = torch.randn(3, 6, requires_grad=True)
-
-    def f(z: torch.Tensor) -> torch.Tensor:
-        return torch.tanh((z + attention(z)) @ w)
-
+    f, x = causal_map(w), torch.randn(3, 6, requires_grad=True)
     found = torch.autograd.grad(causal_log_det(f, x), (x, w))
     dense = torch.eye(18) + dense_jacobian(f, x)
     torch.testing.assert_close(found, torch.autograd.grad(dense.logdet(), (x, w)))
@@ -112,10 +104,9 @@ def test_an_estimated_log_det_and_its_gradients_have_the_stated_mean(num_terms: 
     dense = torch.eye(6) + dense_jacobian(contraction(w), x)
     exact, gradients = dense.logdet(), torch.autograd.grad(dense.logdet(), (x, w))
     copies = x.detach().expand(2_500, 3, 2).clone().requires_grad_()
-    options = {"num_probes": 4, "generator": torch.Generator().manual_seed(1)}
-    found = estimate_log_det(
-        contraction(w), copies, lipschitz_bound=C, num_terms=num_terms, **options
-    )
+    probes = {"num_probes": 4, "generator": torch.Generator().manual_seed(1)}
+    cut = {"lipschitz_bound": C, "num_terms": num_terms}
+    found = estimate_log_det(contraction(w), copies, **cut, **probes)
     of_x, of_w = torch.autograd.grad(found.value.mean(), (copies, w))
     three_errors = 3 * found.value.std().item() / 50 + 1e-12
     assert abs(found.value.mean() - exact) <= three_errors + found.tail

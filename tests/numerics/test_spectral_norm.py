@@ -11,6 +11,7 @@ from torch import Tensor
 
 from invformer.numerics import spectral_norm
 from tests.gpu.emulation import cuda_rules
+from tests.kernels.test_normaliser import ZOO
 from tests.support.problems import matrix_with, trained_like
 
 
@@ -71,13 +72,7 @@ def test_the_certified_norm_is_never_below_the_true_one() -> None:
             assert least <= bound <= unscaled * (size**0.5 ** (num_steps + 1) + 1e-12)
 
 
-SPECTRA = {
-    "trained": lambda: trained_like(96, 384),
-    "trained with a normaliser": lambda: matrix_with(1 - 1e-3 * torch.rand(96), 96, 384),
-    "orthogonal": lambda: matrix_with(torch.ones(128), 300, 128),
-    "half of it zero": lambda: matrix_with((torch.arange(64) < 32).double(), 64, 64),
-    "close pair": lambda: matrix_with(torch.tensor([1, 1 - 1e-9, *[0.5] * 62]), 64, 64),
-}
+SPECTRA = ZOO | {"normalised": lambda: matrix_with(1 - 1e-3 * torch.rand(96), 96, 384)}
 
 
 @pytest.mark.usefixtures("either_device")
@@ -94,7 +89,7 @@ def test_without_a_factorisation_gram_iteration_stands_alone(monkeypatch) -> Non
         return torch.return_types.linalg_cholesky_ex((matrix * math.nan, torch.ones(())))
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", break_down)
-    for spectrum, worst in (("trained", 2e-6), ("orthogonal", 1e-2), ("half of it zero", 1e-2)):
+    for spectrum, worst in (("trained", 2e-6), ("orthogonal", 1e-2), ("half rank", 1e-2)):
         weight = SPECTRA[spectrum]()
         excess = spectral_norm.spectral_norm_bound(weight) / torch.linalg.matrix_norm(weight, 2) - 1
         assert -1e-14 < excess < worst

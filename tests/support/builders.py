@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,19 +83,10 @@ def baseline(name: Any = "dot_product", kernel: int = 1) -> CharTransformer:
     return small_model(name=name, **plain)
 
 
-def coupling() -> CharTransformer:
-    """Additive couplings, two streams of the baseline's width."""
-    return baseline("reversible")
-
-
-def l2_baseline() -> CharTransformer:
-    """The baseline with tied L2 attention."""
-    return baseline("l2")
-
-
-def convolutional_baseline() -> CharTransformer:
-    """The baseline with hidden units that see three tokens."""
-    return baseline(kernel=3)
+# Additive couplings, two streams of the baseline's width.
+coupling = partial(baseline, "reversible")
+# The baseline with tied L2 attention, and the one with hidden units that see three tokens.
+l2_baseline, convolutional_baseline = partial(baseline, "l2"), partial(baseline, kernel=3)
 
 
 def mask_of(kind: str, heads: int, tokens: int) -> VisibilityMask:

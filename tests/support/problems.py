@@ -7,6 +7,7 @@ Jacobians (reverse-mode autodiff of the loop) share no code and no derivation wi
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -242,16 +243,9 @@ def two_sided_gain(n: float, gap: float) -> float:
 
 
 def best_two_sided_gap(n: float) -> float:
-    """The s that maximises :func:`two_sided_gain`, by golden section."""
-    ratio = (math.sqrt(5) - 1) / 2
-    low, high = 0.5, 5 + math.log(1 + n)
-    while high - low > 1e-10:
-        a, b = high - ratio * (high - low), low + ratio * (high - low)
-        if two_sided_gain(n, a) > two_sided_gain(n, b):
-            high = b
-        else:
-            low = a
-    return (low + high) / 2
+    """The s that maximises :func:`two_sided_gain`, to four digits."""
+    gaps = torch.linspace(0.5, 5 + math.log(1 + n), 50_001).tolist()
+    return max(gaps, key=partial(two_sided_gain, n))
 
 
 def matrix_with(singular_values: Tensor, rows: int, columns: int, seed: int = 0) -> Tensor:
