@@ -90,6 +90,9 @@ def _small(monkeypatch, command, without_plots) -> None:
 def test_a_study_leaves_rows_and_a_verdict(name: str, tmp_path, capfd) -> None:
     torch.set_default_dtype(torch.float32)
     study, out = importlib.import_module(f"studies.{name}").STUDY, tmp_path / "out"
+    assert load_config([], study.options).folder == Path("checkpoints", "studies", name)
+    columns = [f.name for part in (study.case, study.result) for f in fields(part)]
+    assert len(set(columns)) == len(columns)
     argv = [*words_in(tmp_path, name), f"out={out}", "num_threads=1"]
     assert main(study, argv) == 0
     assert "verdict: " in capfd.readouterr().out
@@ -112,14 +115,6 @@ def test_nothing_imports_a_study() -> None:
         assert not STUDIES.keys() & {*names}, path.name
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_has_valid_options_and_columns_of_different_names(name: str) -> None:
-    study = importlib.import_module(f"studies.{name}").STUDY
-    assert load_config([], study.options).folder == Path("checkpoints", "studies", name)
-    columns = [f.name for part in (study.case, study.result) for f in fields(part)]
-    assert len(set(columns)) == len(columns)
-
-
 @pytest.mark.parametrize(
     ("name", "words", "code", "message"),
     [
@@ -129,20 +124,19 @@ def test_every_study_has_valid_options_and_columns_of_different_names(name: str)
         ("whole_network", "data.max_characters=9000 seq_len=5000", 3, "make 0 windows of 5000"),
         ("whole_network", "data.max_characters=9000 seq_len=8500", 3, "seq_len=8500: the"),
         ("growth", "checkpoint=/nowhere", 4, "/nowhere"),
-        (
-            "price",
-            "kinds=[other]",
-            2,
-            "'[other]' is not [certified|eight_blocks|eight_heads|together",
-        ),
+        ("growth", "pretrained=configs text=README.md", 2, "no model with a tokenizer"),
+        ("growth", "pretrained=m text=/nowhere", 3, "cannot be read"),
+        ("growth", "text=README.md", 2, "belong together"),
+        ("growth", "pretrained=m checkpoint=c text=README.md", 2, "either"),
+        ("price", "kinds=[other]", 2, "'[other]' is not [certified|eight_blocks|eight_heads|"),
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
         ("tightness", "sizes=[]", 2, "leave no case"),
     ],
 )
 def test_impossible_options_are_refused_in_one_line(
-    name: str, words: str, code: int, message: str, tmp_path,
-    capsys,
-) -> None:  # fmt: skip
+    name: str, words: str, code: int, message: str, tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(ROOT)
     study = importlib.import_module(f"studies.{name}").STUDY
     try:
         found = main(study, [f"out={tmp_path}", *words.split()])

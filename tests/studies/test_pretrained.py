@@ -97,29 +97,8 @@ def test_the_verdict_is_about_attention_modules(exponent: float, outcome: str) -
     assert growth.summarise(rows).outcome == outcome
 
 
-def test_a_mistake_is_one_line(tmp_path, capsys, monkeypatch) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(WORDS)
-    (tmp_path / "empty").mkdir()
-    words = f"text={text} out={tmp_path / 'out'}"
-    for argv, code, message in (
-        (f"pretrained={tmp_path / 'empty'} {words}", 2, "no model with a tokenizer"),
-        (f"pretrained=m text={tmp_path}/nowhere", 3, "cannot be read"),
-        (words, 2, "belong together"),
-        (f"pretrained=m checkpoint=c {words}", 2, "either"),
-    ):
-        assert refused(argv) == code
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1, error
-        assert message in error
+def test_without_the_library_one_line_names_the_extra(saved, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert refused(f"pretrained=m {words}") == 2
+    words = [f"{key}={value}" for key, value in saved.items()]
+    assert main(growth.STUDY, [*words, f"out={tmp_path / 'out'}"]) == 2
     assert "pip install 'invformer[transformers]'" in capsys.readouterr().err
-
-
-def refused(words: str) -> int | str | None:
-    """The exit code."""
-    try:
-        return main(growth.STUDY, words.split())
-    except SystemExit as end:
-        return end.code

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invformer.config.load import load_config
-from invformer.config.section import Section, option
+from invformer.config.section import option
 from invformer.errors import CertificateViolation, InvformerError, StorageError
 from studies import __main__ as listing
 from studies import runs
@@ -25,17 +25,11 @@ STUDIES = listing.find_studies(Path(listing.__file__).parent)
 
 
 @dataclass(kw_only=True)
-class TextSection(Section, key="text"):
-    name: str = option("plain", "a nested field")
-
-
-@dataclass(kw_only=True)
 class Options(StudyOptions):
     """Square numbers."""
 
     numbers: list[int] = option([1, 2, 3], "what to square", within="[0, 1000]")
     offset: float = option(0.0, "added to every square", within="[0, 1]")
-    text: TextSection = field(default_factory=TextSection)
 
 
 @dataclass(frozen=True)
@@ -52,13 +46,13 @@ class Result:
     history: list[float]
 
 
+@dataclass
 class Squares:
     """A study that remembers what it measured and can be told where to fail."""
 
-    def __init__(self, stop_at: int | None = None, error: type[Exception] | None = None):
-        self.measured: list[int] = []
-        self.stop_at = stop_at
-        self.error = error
+    stop_at: int | None = None
+    error: type[Exception] | None = None
+    measured: list[int] = field(default_factory=list)
 
     def cases(self, options: Options) -> list[Case]:
         return [Case(n, options.offset, "odd" if n % 2 else "plain", None) for n in options.numbers]
@@ -84,35 +78,24 @@ def options_in(folder: Path, *words: str) -> Options:
     return load_config([f"out={folder}", *words], Options)
 
 
-def test_a_study_leaves_its_rows_and_a_verdict(tmp_path) -> None:
-    summary = run(Squares().study(), options_in(tmp_path))
-    assert summary.findings == [(True, "1.0, 4.0, 9.0")]
-    assert {f.name for f in tmp_path.iterdir()} == {"rows.csv", "result.json"}
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["outcome"], result["findings"]) == ("reproduced", [[True, "1.0, 4.0, 9.0"]])
-    assert result["table"][0] == {"number": 1, "square": 1.0, "paper": None}
-
-
-def test_ctrl_c_keeps_the_finished_rows_and_the_next_start_does_the_rest(tmp_path, capsys) -> None:
+@pytest.mark.parametrize(("error", "code"), [(None, 130), (CertificateViolation, 6)])
+def test_ctrl_c_or_an_error_keeps_the_finished_rows_and_the_next_start_does_the_rest(
+    error: type[Exception] | None, code: int, tmp_path, capsys
+) -> None:
     argv = [f"out={tmp_path}"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the study hears it
-    assert main(Squares(stop_at=3).study(), argv) == 130
-    out, error = capsys.readouterr()
-    assert "keeps 2 of 3 cases; the same command continues" in out
-    assert error.splitlines()[-1] == "error: interrupted"
-    assert not (tmp_path / "result.json").exists()
+    assert main(Squares(3, error).study(), argv) == code
+    out, said = capsys.readouterr()
+    assert ("keeps 2 of 3 cases; the same command continues" in out) == (error is None)
+    assert said.splitlines()[-1] == f"error: {'stopped' if error else 'interrupted'}"
+    assert {f.name for f in tmp_path.iterdir()} == {"rows.csv"}
     second = Squares()
     assert main(second.study(), argv) == 0
     assert second.measured == [3]
     assert "verdict: reproduced" in capsys.readouterr().out
-
-
-def test_an_error_in_a_case_keeps_the_rows_before_it_and_its_own_exit_code(tmp_path) -> None:
-    argv = [f"out={tmp_path}"]
-    assert main(Squares(2, CertificateViolation).study(), argv) == 6
-    second = Squares()
-    assert main(second.study(), argv) == 0
-    assert second.measured == [2, 3]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["outcome"], result["findings"]) == ("reproduced", [[True, "1.0, 4.0, 9.0"]])
+    assert result["table"][0] == {"number": 1, "square": 1.0, "paper": None}
 
 
 def test_other_options_add_rows_and_are_never_mixed_with_the_old_ones(tmp_path, capsys) -> None:
@@ -126,20 +109,15 @@ def test_other_options_add_rows_and_are_never_mixed_with_the_old_ones(tmp_path, 
 
 
 @pytest.mark.parametrize("missing", [1, 20])
-def test_a_torn_last_line_is_measured_again(tmp_path, missing: int) -> None:
+def test_a_torn_last_line_is_measured_again_and_a_damaged_one_is_named(tmp_path, missing) -> None:
     run(Squares().study(), options_in(tmp_path))
     rows = tmp_path / "rows.csv"
     rows.write_bytes(rows.read_bytes()[:-missing])
     second = Squares()
     assert run(second.study(), options_in(tmp_path)).findings == [(True, "1.0, 4.0, 9.0")]
     assert second.measured == [3]
-    assert len(rows.read_text().splitlines()) == 4
-
-
-def test_a_damaged_line_in_the_middle_is_named(tmp_path) -> None:
-    run(Squares().study(), options_in(tmp_path))
-    rows = tmp_path / "rows.csv"
     lines = rows.read_text().splitlines()
+    assert len(lines) == 4
     rows.write_text("\n".join([*lines[:2], "nonsense", *lines[3:]]) + "\n")
     with pytest.raises(StorageError, match=r"rows\.csv, line 3: not a row"):
         run(Squares().study(), options_in(tmp_path))
