@@ -18,15 +18,6 @@ from invformer.errors import StorageError
 from invformer.runs.encoding import dump, from_bytes, pack, parse, to_bytes, unpack
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_log import read_rows
-from tests.support.small_runs import write_rows
-
-
-def test_a_resumed_run_replaces_the_rows_it_is_about_to_repeat(tmp_path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(5)) + '{"step": 5, "to')
-    write_rows(path, {3: {"x": 1.0}}, first_step=3)
-    assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3]
-
 
 LINES = [json.dumps({"step": step, "x": step / 2}).encode() for step in range(30)]
 DAMAGES: dict[str, tuple[bytes, bytes]] = {
@@ -50,7 +41,7 @@ def test_a_damaged_line_costs_no_other_row_and_is_kept_beside_the_file(
     damaged = LINES[12].replace(*DAMAGES[how])
     assert damaged != LINES[12]
     path.write_bytes(b"\n".join([*LINES[:12], damaged, *LINES[13:]]) + b"\n")
-    JsonLinesLogger(path, first_step=25)
+    JsonLinesLogger(path, first_step=25)  # which drops the rows that it is about to repeat
     steps = [row["step"] for row in read_rows(path)]
     assert steps == [step for step in range(25) if step != 12]
     assert (tmp_path / "metrics.damaged").read_bytes() == damaged + b"\n"
