@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import platform
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,28 +256,19 @@ def test_a_hub_that_accepts_and_says_nothing_is_not_waited_for(monkeypatch) -> N
         server.close()
 
 
-@pytest.fixture
-def tables(monkeypatch, tmp_path) -> Path:
-    """A folder with a table for each split, as it is on the Hub."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for split in ("train", "validation", "test"):
-        table = datasets.Dataset.from_dict({"text": [f"text of {split}\r\n" * 50]})
-        table.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
-    return tmp_path
-
-
-def test_a_damaged_copy_of_the_hub_is_one_line(tables, monkeypatch) -> None:
+def test_a_damaged_copy_of_the_hub_is_one_line(tmp_path, monkeypatch) -> None:
     import datasets
 
     load = datasets.load_dataset
-    files = {s: str(*tables.glob(f"{s}-*")) for s in ("train", "validation", "test")}
+    files = {s: str(tmp_path / f"{s}.parquet") for s in ("train", "validation", "test")}
+    for split, file in files.items():
+        datasets.Dataset.from_dict({"text": [f"text of {split}\r\n" * 50]}).to_parquet(file)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: load("parquet", data_files=files))
     monkeypatch.setattr(hub, "reach", lambda repository: None)
     config = DataConfig(name="tiny_shakespeare")
     read_corpus(config)
-    (kept,) = (tables / "cache").rglob("parquet-train.arrow")
+    (kept,) = (tmp_path / "cache").rglob("parquet-train.arrow")
     kept.write_bytes(kept.read_bytes()[:900])
     with pytest.raises(DataError, match=r"cannot be loaded .*delete what was"):
         read_corpus(config)

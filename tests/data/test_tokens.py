@@ -47,15 +47,13 @@ def test_mapped_tokens_are_those_of_the_text(
 def test_one_text_is_encoded_once_whatever_its_name_and_again_if_it_was_cut_short(
     cache, tmp_path, monkeypatch
 ) -> None:
-    for name in ("a.txt", "b.txt"):
-        corpus = corpus_at(write(tmp_path / name, TEXT))
-        vocabulary = Vocabulary.from_text(corpus.read("train"))
-        whole = tokens_of(corpus, vocabulary)["all"].tolist()
-        monkeypatch.setattr(module, "write_tokens", pytest.fail)
-        monkeypatch.setattr(module, "wait_for_lock", pytest.fail)  # the cache is only read
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "MAPPED_BYTES", 0)
+    corpus, again = (corpus_at(write(tmp_path / name, TEXT)) for name in ("a.txt", "b.txt"))
+    vocabulary = Vocabulary.from_text(corpus.read("train"))
+    whole = tokens_of(corpus, vocabulary)["all"].tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_tokens", pytest.fail)
+        patch.setattr(module, "wait_for_lock", pytest.fail)  # the cache is only read
+        assert tokens_of(again, vocabulary)["all"].tolist() == whole
     (file,) = cache.glob("*.tokens")
     os.truncate(file, 10)
     assert tokens_of(corpus, vocabulary)["all"].tolist() == whole

@@ -15,31 +15,24 @@ KEY = "5ec2e7" * 6 + "abcd"
 TOKEN = "hf_5ec2e7secret5ec2e7"
 
 
-def impatient() -> None:
-    """Called in a run before it starts: short with the server, patient with a busy machine."""
-    from invformer.runs import wandb_logger
-
-    patient()
-    wandb_logger.SERVER_SECONDS = 1.0
-
-
-def patient() -> None:
-    """Likewise, for a server that answers."""
+def patient(**seconds: float) -> None:
+    """Called in a run before it starts: patient with a busy machine and a server that answers."""
     from invformer.runs import wandb_logger
 
     without_plots()
-    wandb_logger.SERVER_SECONDS = 60.0
-    wandb_logger.ONLINE_SECONDS = 90.0
-    wandb_logger.START_SECONDS = 120.0
-    wandb_logger.FINISH_SECONDS = 10.0
+    usual = {"SERVER": 60.0, "ONLINE": 90.0, "START": 120.0, "FINISH": 10.0}
+    for name, value in (usual | seconds).items():
+        setattr(wandb_logger, f"{name}_SECONDS", value)
+
+
+def impatient() -> None:
+    """Likewise, short with the server."""
+    patient(SERVER=1.0)
 
 
 def patient_until_the_end() -> None:
-    """Likewise, for one that is not there any more when the run ends."""
-    from invformer.runs import wandb_logger
-
-    patient()
-    wandb_logger.FINISH_SECONDS = 2.0
+    """Likewise, for a server that is not there any more when the run ends."""
+    patient(FINISH=2.0)
 
 
 @pytest.fixture
@@ -52,8 +45,7 @@ def serve() -> Iterator[Callable[[str], FakeServer]]:
 
     yield start
     for server in servers:
-        if not server.closed.is_set():
-            server.close()
+        server.close()
 
 
 def environment(url: str) -> dict[str, str | None]:
@@ -61,11 +53,10 @@ def environment(url: str) -> dict[str, str | None]:
 
 
 def assert_no_secret_in(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            content = path.read_bytes()
-            assert KEY.encode() not in content, path
-            assert TOKEN.encode() not in content, path
+    for path in filter(Path.is_file, folder.rglob("*")):
+        content = path.read_bytes()
+        assert KEY.encode() not in content, path
+        assert TOKEN.encode() not in content, path
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import loggers
 
 from invformer.errors import Alarmed
-from invformer.runs.checkpoint import newest_checkpoint
 from invformer.runs.wandb_logger import WandbLogger
 from invformer.training import alarm
 from invformer.training.alarm import Alarm, blocks_of, growth
@@ -65,9 +64,7 @@ def test_a_run_that_it_stopped_is_saved_and_continues_with_warn_to_the_same_bits
     with pytest.raises(Alarmed, match=r"monitor.alarm=warn") as stopped:
         small_runs.fitted(words(folder, "a", "stop"))
     assert stopped.value.exit_code == 10
-    newest, _ = newest_checkpoint(folder / "a" / "checkpoints")
-    assert newest is not None
-    assert newest.step == 4  # the first flush
+    assert small_runs.newest(folder / "a").step == 4  # the first flush
     with pytest.raises(Alarmed, match="has stopped this run"):
         small_runs.fitted(words(folder, "a", "stop"))
     continued = small_runs.fitted(words(folder, "a", "warn"))

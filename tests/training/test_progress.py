@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer import commands
 from invformer.errors import Interrupted
 from invformer.evaluation.bits_per_character import BitsPerCharacter
 from invformer.processes import exit as ending
@@ -159,10 +158,3 @@ def test_a_run_starts_with_the_model_of_another_and_continues(trained) -> None:
     fit(again)
     report = evaluated(trained / "b", "evaluate.lipschitz_sequences=0")
     assert report.data.same_as_training
-
-
-@pytest.mark.parametrize("word", ["model=l2", "model.d_ff=3", "data.seq_len=8"])
-def test_a_setting_that_the_model_brings_is_refused(word: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        commands.parse_or_exit(["init_from=a", word])
-    assert end.value.code == 2
