@@ -15,7 +15,7 @@ from tests.support.kills import FAST, MODELS, kill_and_resume
 from tests.support.processes import ROOT
 from tests.support.small_runs import DROPOUT, difference, newest, options, without_plots, write_text
 
-INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
+INT, TERM, HANG_UP = int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGHUP)
 MODULE = "invformer.training.module"
 STEP, UPDATED = f"{MODULE}:CharLanguageModel.training_step", f"{MODULE}:refresh_normalisers"
 VALIDATION = f"{MODULE}:CharLanguageModel.validation_step"
@@ -23,16 +23,30 @@ WRITE = "invformer.runs.checkpoint:write_new"
 # Where one run is stopped again and again; each start counts its calls anew.
 PLACES = {
     "twice, the second time while the state is being saved": [(STEP, 3, TERM), (WRITE, 2, INT)],
-    "in a forward pass": [(STEP, 1, TERM)],
+    "in a forward pass, as its terminal is closed": [(STEP, 1, HANG_UP)],
     "after the update before a validation": [(UPDATED, 2, TERM)],
     "in a validation": [(VALIDATION, 2, TERM)],
-    "between backward and update": [(f"{MODULE}:CharLanguageModel.refuse_lost_update", 3, INT)],
+    "between backward and update, after its terminal was closed under nohup": [
+        (f"{MODULE}:CharLanguageModel.refuse_lost_update", 3, INT), (STEP, 1, HANG_UP),
+    ],
     "twice": [(STEP, 1, TERM), (UPDATED, 2, INT)],
     "while certifying": [("invformer.training.callbacks:enforce", 1, TERM)],
     "in a checkpoint's write": [(WRITE, 3, TERM)],
     "in the last validation": [(VALIDATION, 2, INT)],
     "in the last checkpoint's write": [(WRITE, 2, TERM)],
-}
+}  # fmt: skip
+
+
+def hears_hang_up() -> None:
+    """Called in a run before it starts, whatever these tests were started with."""
+    without_plots()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def is_under_nohup() -> None:
+    """Called in a run before it starts: SIGHUP is ignored, as nohup leaves it."""
+    without_plots()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
@@ -42,12 +56,13 @@ def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
     steps = []
     for place, signals in PLACES.items():
         began = time.monotonic()
-        ended = zygote.run(arguments, signals=signals, before=FAST)
-        assert ended.code == 128 + signals[0][2], (place, ended.stderr)
-        assert ended.stderr.startswith("error: interrupted at step"), place
+        how, number = is_under_nohup if "nohup" in place else hears_hang_up, signals[0][2]
+        ended = zygote.run(arguments, signals=signals, before=f"{__name__}:{how.__name__}")
+        assert ended.code == 128 + number, (place, ended.stderr)
         assert ended.stderr.count("\n") == 1, place
-        saved = newest(root / "stopped")
-        assert f"interrupted at step {saved.step}" in ended.stderr, place
+        saved, name = newest(root / "stopped"), signal.Signals(number).name
+        said = f"error: interrupted at step {saved.step} by {name}, saved"
+        assert ended.stderr.startswith(said), (place, ended.stderr)
         assert time.time() - saved.path.stat().st_mtime < time.monotonic() - began, place
         steps.append(saved.step)
     in_a_write = steps.pop(7)  # which a thread does while the run goes on
@@ -70,32 +85,6 @@ def test_a_run_stopped_while_it_starts_ends_at_once_in_one_line(
     assert ended.code == 128 + number
     assert ended.stderr.startswith("error: stopped by SIG")
     assert ended.stderr.count("\n") == 1
-
-
-def hears_hang_up() -> None:
-    """Called in a run before it starts, whatever these tests were started with."""
-    without_plots()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def is_under_nohup() -> None:
-    """Called in a run before it starts: SIGHUP is ignored, as nohup leaves it."""
-    without_plots()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
-def test_a_run_whose_terminal_is_closed_saves_its_state_and_continues_to_the_same_bits(
-    zygote, root, uninterrupted
-) -> None:
-    arguments = options(root, "hang-up")
-    signals = [(STEP, 4, int(signal.SIGHUP))]
-    ended = zygote.run(arguments, signals=signals, before=f"{__name__}:hears_hang_up")
-    assert ended.code == 129, ended.stderr
-    assert ended.stderr.startswith("error: interrupted at step 4 by SIGHUP, saved")
-    assert newest(root / "hang-up").step == 4
-    ended = zygote.run(arguments, signals=signals, before=f"{__name__}:is_under_nohup")
-    assert ended.code == 0, ended.stderr
-    assert difference(uninterrupted["contractive"], root / "hang-up") is None
 
 
 def test_a_run_stopped_after_its_training_has_nothing_to_lose(zygote, root, uninterrupted) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
     return invformer.load(path).network.state_dict()
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def test_an_export_has_the_weights_and_exports_again(run, exported, tmp_path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import deterministic
@@ -91,26 +92,19 @@ def test_a_run_in_double_precision_has_losses_in_double_precision(tmp_path) -> N
     assert row["val/nats"] == pytest.approx(total / count, rel=1e-12)
 
 
-class Failing(L.Callback):
-    """Notes who refreshes normalisers while a run trains, and ends it with an error if asked to."""
-
-    def __init__(self, fail: bool) -> None:
-        self.fail = fail
-        self.manual: set[bool] = set()
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *rest: object) -> None:
-        self.manual |= {w.manual_refresh for w in normalised(pl_module.model)}
-        if self.fail and trainer.global_step == 3:
-            raise ArithmeticError("broken on purpose")
-
-
 @pytest.mark.parametrize("fail", [False, True])
 def test_an_own_loop_after_a_run_trains_a_model_still_constrained(tmp_path, fail: bool) -> None:
-    watch = Failing(fail)
-    run = built(arguments(tmp_path, "own"), watch)
+    manual: set[bool] = set()
+
+    def watch(trainer: L.Trainer, module: Any, *_: object) -> None:
+        manual.update(weight.manual_refresh for weight in normalised(module.model))
+        if fail and trainer.global_step == 3:
+            raise ArithmeticError("broken on purpose")
+
+    run = built(arguments(tmp_path, "own"), LambdaCallback(on_train_batch_start=watch))
     with pytest.raises(ArithmeticError) if fail else nullcontext():
         fit(run)
-    assert watch.manual == {True}
+    assert manual == {True}
     model = run.module.model.train()
     inputs, targets = run.data.first_batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -194,19 +188,16 @@ def test_a_run_validates_certifies_and_saves_the_average(tmp_path, model: str) -
         assert certificate.holds
 
 
-class Trained(L.Callback):
-    """Keeps the weights that another trainer starts from."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: object) -> None:
-        self.start = pl_module.model.head.weight.detach().clone()
-
-
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore:.*many workers")
 def test_another_trainer_validates_the_average_and_trains_what_learns(tmp_path) -> None:
     run = fitted(tmp_path, "ema", "optim.ema_decay=0.9", "trainer.precision=32-true")
-    module, watch = run.module, Trained()
+    module, start = run.module, []
     learning = module.average.kept["head.weight"].clone()
     found = own_trainer().validate(module, run.data, verbose=False)[0]["val/bpc"]
     assert found == pytest.approx(read_rows(run.directory.metrics)[-1]["val/bpc"], rel=1e-5)
-    own_trainer(watch, max_steps=1).fit(module, run.data)
-    assert watch.start.equal(learning)
+
+    def keep(trainer: L.Trainer, module: Any, *_: object) -> None:
+        start.append(module.model.head.weight.detach().clone())
+
+    own_trainer(LambdaCallback(on_train_batch_start=keep), max_steps=1).fit(module, run.data)
+    assert start[0].equal(learning)
