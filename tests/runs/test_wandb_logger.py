@@ -10,14 +10,18 @@ from unittest.mock import Mock
 
 import pytest
 import wandb
+import yaml
 from wandb.sdk.lib.wbauth import write_netrc_auth
 
+from invformer.config.load import load_config
+from invformer.config.trained import WorkspaceConfig
 from invformer.errors import CertificateViolation
 from invformer.processes import contained
-from invformer.runs import wandb_logger
+from invformer.runs import wandb_logger, workspace
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from tests.runs.wandb_records import charts, read_records
+from tests.support.processes import ROOT
 from tests.support.small_runs import built, fitted, options, write_text
 
 KEY = "0" * 40
@@ -275,3 +279,26 @@ def test_a_key_that_wandb_login_keeps_is_found(monkeypatch, server: str | None) 
     monkeypatch.setenv("WANDB_BASE_URL", "https://another.example.org")
     wandb.teardown()
     assert wandb_logger.read_settings()["mode"] == "offline"
+
+
+@pytest.mark.filterwarnings("ignore")  # of the other library's models
+def test_the_view_shows_the_overview_and_every_block() -> None:
+    view = workspace.build(load_config(["num_layers=2", "entity=me"], WorkspaceConfig))
+    panels = {section.name: section.panels for section in view.sections}
+    drawn = {str(getattr(key, "name", key)) for panel in panels["Overview"] for key in panel.y}
+    assert drawn == wandb_logger.OVERVIEW
+    assert len(panels["Constants"]) == 2
+    keys = [str(getattr(key, "name", key)) for key in panels["Constants"][1].y]
+    branch = "z/lipschitz_branches/block_01/attention"
+    assert keys[:3] == [f"{branch}/{kind}" for kind in ("estimate", "local_bound", "bound")]
+    assert "view/sample" in view._to_model().model_dump_json()
+
+
+def test_every_value_of_the_sweep_is_taken_as_an_agent_writes_it() -> None:
+    sweep = yaml.safe_load((ROOT / "configs/sweep.yaml").read_text())
+    assert (ROOT / sweep["program"]).is_file()
+    assert sweep["metric"]["name"] in wandb_logger.OVERVIEW
+    for key, choice in sweep["parameters"].items():
+        ends = [choice[name] for name in ("min", "max", "value") if name in choice]
+        for value in [*choice.get("values", ()), *ends]:
+            load_config([f"--{key}={value}"])
