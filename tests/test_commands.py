@@ -117,10 +117,7 @@ def test_a_long_text_is_shown_at_once_and_again_with_what_is_proven(typed) -> No
     assert f"{len(LONG)} of {len(LONG)} characters recovered, 0 of {len(LONG)} proven" in said
 
 
-def test_what_was_proven_before_a_signal_is_printed(
-    run, command, capsys,
-    monkeypatch,
-) -> None:  # fmt: skip
+def test_what_was_proven_before_a_signal_is_printed(run, command, capsys, monkeypatch) -> None:
     watch = Shown.__call__
 
     def stopping(self: Shown, start: int, found: RecoveredText) -> None:

@@ -89,9 +89,8 @@ TOLD = errors.Interrupted(15, 3, "x")
     ],
 )
 def test_ranks_of_torchrun_say_what_each_has_and_once_that_all_were_stopped(
-    ends: list[Exception], says: list[str],
-    monkeypatch, capsys,
-) -> None:  # fmt: skip
+    ends: list[Exception], says: list[str], monkeypatch, capsys
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     for rank, error in enumerate(ends):
         monkeypatch.setenv("LOCAL_RANK", str(rank))

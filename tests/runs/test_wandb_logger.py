@@ -246,12 +246,7 @@ def test_a_summary_is_added_to_no_run_but_the_online_one(tmp_path, monkeypatch, 
     ],
 )
 def test_what_was_typed_comes_before_wandbs_own_settings_and_these_before_our_defaults(
-    tmp_path,
-    monkeypatch,
-    files: str,
-    environment: dict[str, str],
-    asked: dict[str, Any],
-    expected: dict[str, Any] | None,
+    tmp_path, monkeypatch, files: str, environment: dict, asked: dict, expected: dict | None
 ) -> None:
     """None stands for what is left to W&B."""
     for name, value in {"WANDB_API_KEY": KEY, **environment}.items():

@@ -17,12 +17,21 @@ from studies import ablation, at_size, depth_stability, equal_time, kinds, price
 from studies.report import Summary
 from tests.support.processes import ROOT
 
+Row = tuple[kinds.Case, kinds.Result]
 
-def row(
-    kind: str, rate: float, val: float, test: float, seed: int = 0
-) -> tuple[kinds.Case, kinds.Result]:
+
+def row(kind: str, rate: float, val: float, test: float, seed: int = 0) -> Row:
     case = kinds.Case(kind, 2000, rate, seed, "", "")
     return case, kinds.Result(1, val, test, 1.0, 1.5, 1000, None, None)
+
+
+def timed_row(kind: str, rate: float, val: float, test: float) -> Row:
+    case = equal_time.Case(kind, 100, rate, 0, "", "", 3.0)
+    return case, kinds.Result(1, val, test, 1.0, 1.5, None, None, None)
+
+
+def size(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def test_the_rate_is_chosen_on_the_validation_split_and_reported_on_the_test_split() -> None:
@@ -46,41 +55,31 @@ def test_the_mean_of_all_seeds_counts() -> None:
     assert (line["test"], line["s"]) == pytest.approx((1.3, 0.1414), abs=1e-4)
 
 
-def timed_row(
-    kind: str, rate: float, val: float, test: float
-) -> tuple[equal_time.Case, kinds.Result]:
-    return equal_time.Case(kind, 100, rate, 0, "", "", 3.0), kinds.Result(
-        1, val, test, 1.0, 1.5, None, None, None
-    )
-
-
 def test_nanogpt_has_its_size_ties_its_head_and_decays_matrices_alone() -> None:
     config = load_config([*equal_time.KINDS["nanogpt"].split(), "optim.lr=1e-3"], TrainConfig)
     model, optimiser = equal_time.build(config, 65)
     assert model.head.weight is model.embedding.token.weight
-    assert sum(p.numel() for p in model.parameters()) - 64 * 128 == 795_904  # it says 0.80M
+    assert size(model) - 64 * 128 == 795_904  # it says 0.80M
     decays = {p.dim(): g["weight_decay"] for g in optimiser.param_groups for p in g["params"]}
     assert decays == {1: 0.0, 2: 0.1}
 
 
 def test_kinds_are_of_the_size_of_the_twin_that_they_are_compared_with() -> None:
-    def size(kind: str) -> int:
+    sizes = {}
+    for kind in kinds.KINDS:
         config = load_config(equal_time.KINDS[kind].split(), TrainConfig)
-        return sum(p.numel() for p in equal_time.build(config, 51)[0].parameters())
-
-    twin = size(kinds.TWIN)
-    assert {kind for kind in kinds.KINDS if abs(size(kind) / twin - 1) > 0.01} == set()
+        sizes[kind] = size(equal_time.build(config, 51)[0])
+    twin = sizes[kinds.TWIN]
+    assert {kind for kind in sizes if abs(sizes[kind] / twin - 1) > 0.01} == set()
 
 
 @pytest.mark.parametrize(("loss", "outcome"), [(1.26, "not reproduced"), (1.209, "reproduced")])
 def test_a_certified_model_stands_beside_the_best_other_one(loss: float, outcome: str) -> None:
-    tuned = [
-        timed_row("nanogpt_tuned", 0.002, 1.1, 1.1),
-        timed_row("nanogpt_tuned", 0.004, 1.0, 1.2),
-    ]
-    summary = equal_time.summarise(
-        [*tuned, timed_row("twin", 0.01, 1.0, 1.25), timed_row("certified", 0.01, 1.0, loss)]
-    )
+    rows = [
+        ("nanogpt_tuned", 0.002, 1.1, 1.1), ("nanogpt_tuned", 0.004, 1.0, 1.2),
+        ("twin", 0.01, 1.0, 1.25), ("certified", 0.01, 1.0, loss),
+    ]  # fmt: skip
+    summary = equal_time.summarise([timed_row(*values) for values in rows])
     assert [line["rate"] for line in summary.table] == [0.004, 0.01, 0.01]
     assert [line["price"] for line in summary.table] == [None, None, pytest.approx(loss - 1.2)]
     assert summary.outcome == outcome
@@ -102,8 +101,7 @@ def test_the_models_that_are_compared_have_the_same_size() -> None:
     sizes = {}
     for name in ("nothing", "deep", "dot_product", "kernel", "dot_product_kernel"):
         config = configuration(name)
-        model = build_model(config.model, 65, config.data.seq_len)
-        sizes[name] = sum(p.numel() for p in model.parameters())
+        sizes[name] = size(build_model(config.model, 65, config.data.seq_len))
     assert all(abs(size / sizes["nothing"] - 1) < 0.03 for size in sizes.values())
 
 

@@ -138,10 +138,7 @@ def trained(folder) -> Path:
 
 def tuned(folder: Path, *more: str) -> Run:
     words = options(folder, "b", f"data.path={folder / 'other.txt'}", "trainer.max_steps=4")
-    sizes = {"model", "data.seq_len"}
-    own = [
-        word for word in words if not word.startswith("model.") and word.split("=")[0] not in sizes
-    ]
+    own = [word for word in words if not word.startswith(("model.", "data.seq_len="))]
     return built([*own, f"init_from={folder / 'a'}", *more])
 
 
