@@ -171,20 +171,12 @@ def test_python_is_held_to_the_same_ranges_as_a_command_line() -> None:
         ModelConfig(lipschitz_target=1.5)
     with pytest.raises(ConfigurationError, match=r"run.root: .* cannot be used as a value"):
         RunConfig(root="${oc.env:HOME}")
-    with pytest.raises(ConfigurationError, match=r"run.root: its name is not UTF-8; rename it"):
-        RunConfig(root="not UTF-8: \udc80")
 
 
-def test_absent_values_take_their_defaults_and_unknown_ones_are_refused() -> None:
+def test_absent_values_take_their_defaults_and_numbers_are_not_rounded() -> None:
     assert load.from_dict({"model": {"d_model": 48}}) == train("model.d_model=48")
-    for values, says in (
-        ({"model": {"widht": 48}}, "unknown key 'model.widht'"),
-        ({"modle": {}}, "unknown key 'modle': did you mean 'model'"),
-        ({"model": 3}, "model: 3 does not map fields"),
-        ({"model": {"d_model": 48.5}}, r"model\.d_model: 48\.5 is not integer"),
-    ):
-        with pytest.raises(ConfigurationError, match=says):
-            load.from_dict(values)
+    with pytest.raises(ConfigurationError, match=r"model\.d_model: 48\.5 is not integer"):
+        load.from_dict({"model": {"d_model": 48.5}})
 
 
 def test_an_option_that_is_gone_is_read_where_its_value_is_the_one_that_is_left() -> None:

@@ -211,10 +211,8 @@ def test_a_step_saved_twice_keeps_both_and_the_second_is_the_newer(folder) -> No
     ("stand", "name"),
     [
         (".", "run/checkpoints/step-00000004"),
-        ("run", "checkpoints/step-00000004"),
         ("run/checkpoints/step-00000004", "."),
         ("run/checkpoints", "../checkpoints/./step-00000004"),
-        ("elsewhere/checkpoints", "link"),
         (".", "elsewhere/checkpoints/link"),
     ],
 )
