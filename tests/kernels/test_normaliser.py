@@ -1,8 +1,5 @@
 """The normaliser: above the norm and close, by squarings and by trial."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -102,25 +99,18 @@ def test_normalising_a_zero_matrix_divides_by_something() -> None:
     assert u.count_nonzero() == v.count_nonzero() == 0
 
 
-@contextmanager
-def bfloat16_products() -> Iterator[None]:
-    """The setting under which float32 products run in bfloat16 where the hardware can."""
-    matmul = torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
 def test_neither_autocast_nor_fast_float32_products_reach_the_normaliser() -> None:
     weight = torch.randn(64, 64, dtype=torch.float32)
     expected = gram_normaliser(weight)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(gram_normaliser(weight)[0], expected)
-    with bfloat16_products():
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:  # where the hardware can, float32 products run in bfloat16
+        matmul.fp32_precision = "bf16"
         torch.testing.assert_close(gram_normaliser(weight)[0], expected, rtol=2e-6, atol=0)
+    finally:
+        matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-22, 1e-15, 1e15, 1e18, 1e25, 1e36])

@@ -35,14 +35,12 @@ def bert(**options) -> torch.nn.Module:
 def test_every_submodule_is_measured_as_its_dense_jacobian_says(build, attention: str) -> None:
     model = build(attn_implementation=attention)
     inputs = {"input_ids": TOKENS, "attention_mask": MASK}
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = local_constants(model, inputs, rtol=1e-4)
     blocks = ["transformer.h.1", "transformer.h.1.attn"] if build is gpt2 else ["encoder.layer.1"]
     assert found.values.keys() >= set(blocks)
     assert set(blocks) <= found.notes.keys() or attention == "eager"
     without = {"use_cache": False} if build is gpt2 else {}  # the oracle would write to it
     agree(found.values, dense_constants(model, found.values, **inputs, **without))
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_cache_that_is_given_stays_as_it_is() -> None:
