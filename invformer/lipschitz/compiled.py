@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from invformer.branches.compiled import Fields
@@ -21,8 +21,8 @@ from invformer.nn.residual import (
     InvertibleResidual,
     ResidualWeights,
 )
-from invformer.nn.stack import FoldedStackWeights, InvertibleStack
-from invformer.nn.transformer import PreNormBlock, PreNormStack
+from invformer.nn.stack import FoldedStackWeights
+from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock
 
 BLOCKS = (InvertibleBlock, PreNormBlock, CouplingBlock)
 # What a branch consists of, in the order of ``Branch`` in branch.h, which explains it.
@@ -56,7 +56,8 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("sequences", "tokens", "width")),
-        *((name, ctypes.c_int64) for name in ("streams", "branches", "steps")),
+        *((name, ctypes.c_int64) for name in ("streams", "branches", "steps", "embedded")),
+        ("factor", ctypes.c_double),
         ("diagonal", ctypes.c_bool),
         ("entries", ctypes.c_bool),
         ("threads", ctypes.c_int),
@@ -64,11 +65,14 @@ class _Call(ctypes.Structure):
 
 
 def can_take(
-    blocks: Sequence[Any], branches: Sequence[Any], iterations: Sequence[PowerIteration]
+    model: CharTransformer, branches: Sequence[Any], iterations: Sequence[PowerIteration]
 ) -> bool:
-    """True if there is compiled code for these blocks, branches and iterations."""
+    """True if there is compiled code for this model, its branches and these iterations."""
+    embedding: Any = model.embedding
     return (
-        all(type(block) in BLOCKS for block in blocks)
+        type(embedding) is CharEmbedding
+        and (type(embedding.token), embedding.token.max_norm) == (nn.Embedding, None)
+        and all(type(block) in BLOCKS for block in model.stack.blocks)
         and all(branch.is_compiled for branch in branches)
         and all(
             each.norm != "frobenius"
@@ -81,20 +85,26 @@ def can_take(
 
 
 class CompiledEstimates:
-    """The branches of a stack as compiled code takes them, and the iterations that follow them.
+    """The branches of a model as compiled code takes them, and the iterations that follow them.
 
     Weights lie elsewhere at every step, so their addresses are written before each call. All else
     is found once, and again whenever a tensor has another form than before.
 
     Args:
-        stack: the blocks, for which compiled code :func:`can_take` the place of operations.
+        model: for which compiled code :func:`can_take` the place of operations.
+        text: the symbols, (sequences, tokens).
         iterations: of the attentions and of the feed-forwards.
     """
 
     def __init__(
-        self, stack: InvertibleStack | PreNormStack, iterations: Sequence[PowerIteration]
+        self,
+        model: CharTransformer,
+        text: Integer[Tensor, "sequences tokens"],
+        iterations: Sequence[PowerIteration],
     ) -> None:
-        self.stack, self.iterations = stack, iterations
+        self.stack, self.iterations = model.stack, iterations
+        self.embedding, self.text = model.embedding, text.long().contiguous()
+        self.shape = *text.shape, model.head.in_features  # of what enters the stack
         self.branches: Any = ()
         self.forms: list[Any] = []  # of all tensors when branches were found
         # Owners and names of the parameters among them; which tensor stands in which field.
@@ -106,43 +116,46 @@ class CompiledEstimates:
     def advance(
         self,
         weights: FoldedStackWeights | None,
-        x: Float[Tensor, "sequences tokens channels"],
         num_steps: int,
         diagonal: bool,
         threads: int,
         times: float = 1.0,
+        factor: float = 1.0,
     ) -> Float[Tensor, "branches"]:
         """The largest gain of every branch after some steps; the iterations go on from there.
 
-        x is the input of the stack. A baseline has no ``weights``. ``diagonal`` means only the
-        diagonal blocks ∂f_i/∂x_i. It takes ``threads`` at most. A step advances so many ``times``
-        the rows that others do.
+        A baseline has no ``weights``. ``diagonal`` means only the diagonal blocks ∂f_i/∂x_i. It
+        takes ``threads`` at most. A step advances so many ``times`` the rows that others do. Gains
+        are multiplied by a ``factor``.
         """
-        used = self.find(weights or weights_of_baseline(self.stack), x)
-        self.follow(x, times)
+        used = self.find(weights or weights_of_baseline(self.stack))
+        self.follow(times)
+        symbols, positions = self.embedding.token.weight, self.embedding.position
         entries = self.iterations[0].norm == "entry_max"
         width = self.iterations[0].left.shape[-1]
-        sizes = *x.shape[:-1], width, x.shape[-1] // width, len(self.branches)
-        call = _Call(*sizes, num_steps, diagonal, entries, min(threads, len(self.branches)))
-        inputs = native.pointer(x, *x.shape, dtype=x.dtype)
-        native.call("advance", x.dtype, self.branches, inputs, call)
+        sizes = *self.text.shape, width, self.shape[-1] // width, len(self.branches), num_steps
+        threads = min(threads, len(self.branches))
+        call = _Call(*sizes, symbols.shape[-1], factor, diagonal, entries, threads)
+        at = [ctypes.c_void_p(t.data_ptr()) for t in (self.text, symbols, positions)]
+        native.call("advance", symbols.dtype, self.branches, *at, call)
         del used  # not earlier
         for iteration, branch in zip(self.iterations, self.branches, strict=False):
             iteration.turn += num_steps * branch.in_turn
         return self.values.clone()
 
-    def find(self, weights: Any, x: Tensor) -> Any:
+    def find(self, weights: Any) -> Any:
         """Make the branches known to compiled code; what is returned has to outlive its call."""
         tensors = self.tensors(weights)
-        if [x.shape, x.dtype, *map(form, tensors)] == self.forms:
+        if [*map(form, tensors)] == self.forms:
             at = [t.data_ptr() for t in tensors]
             for branch, name, i in self.places:
                 setattr(branch, name, at[i])
             return tensors
         self.followed = []
+        require_embedding(self.embedding, self.text, self.shape[-1])
         fields = fields_of_all(self.stack, weights)
-        width = self.iterations[0].left.shape[-1]
-        each = [_Branch(**addressed(branch, x, width)) for branch in fields]
+        left = self.iterations[0].left
+        each = [_Branch(**addressed(branch, self.shape, left)) for branch in fields]
         self.branches = (_Branch * len(each))(*each)
         at = [
             (branch, name, t.data_ptr())
@@ -162,21 +175,21 @@ class CompiledEstimates:
         self.forms = []
         if needed <= index.keys():  # no copies, whose addresses would not be found again
             self.places = [(branch, name, index[address]) for branch, name, address in at]
-            self.forms = [x.shape, x.dtype, *map(form, tensors)]
+            self.forms = [*map(form, tensors)]
         return tensors, fields
 
-    def follow(self, x: Tensor, times: float) -> None:
+    def follow(self, times: float) -> None:
         """Make rows, vectors and estimates known to compiled code, unless they are."""
         own = [t for each in self.iterations for t in (each.left, each.lengths, each.turn)]
         if [times, *(t.data_ptr() for t in own)] == self.followed:
             return
-        parts, text = len(self.iterations), x.shape[:-1]
+        parts, text, symbols = len(self.iterations), self.text.shape, self.embedding.token.weight
         width, count = self.iterations[0].left.shape[-1], len(self.branches) // parts
-        self.values = x.new_empty(len(self.branches))
-        estimates = addresses(self.values, self.values.shape, x.dtype)
+        self.values = symbols.new_empty(len(self.branches))
+        estimates = addresses(self.values, self.values.shape, symbols.dtype)
         for first, iteration in enumerate(self.iterations):
-            lefts = addresses(iteration.left, (count, *text, width), x.dtype)
-            lengths = addresses(iteration.lengths, (count, *text), x.dtype)
+            lefts = addresses(iteration.left, (count, *text, width), symbols.dtype)
+            lengths = addresses(iteration.lengths, (count, *text), symbols.dtype)
             common = chosen_rows(iteration, self.branches[first].heads > 0, times)
             common["turn"] = native.pointer(iteration.turn, dtype=torch.int64)
             for n, i in enumerate(range(first, len(self.branches), parts)):
@@ -186,9 +199,10 @@ class CompiledEstimates:
         self.followed = [times, *(t.data_ptr() for t in own)]
 
     def tensors(self, weights: Any) -> list[Tensor]:
-        """Those of the weights, and parameters that branches have beside them."""
+        """Those of the embedding and the weights, and parameters that branches have beside them."""
         parameters = [getattr(module, name) for module, name in self.parameters]
-        return [*leaves(weights), *parameters]
+        embedding = self.embedding.token.weight, self.embedding.position
+        return [*embedding, *leaves(weights), *parameters]
 
 
 def form(t: Tensor) -> tuple[Any, ...]:
@@ -224,13 +238,24 @@ def chosen_rows(iteration: PowerIteration, promises: bool, times: float) -> dict
     return {"at_once": at_once, "leaders": leaders, "promising": promising, "in_turn": in_turn}
 
 
-def addressed(branch: Fields, x: Tensor, width: int) -> dict[str, Any]:
+def require_embedding(embedding: CharEmbedding, text: Tensor, channels: int) -> None:
+    """Raise ValueError or IndexError unless compiled code can look up the text in it."""
+    symbols, positions = embedding.token.weight, embedding.position
+    for t in (symbols, positions):
+        native.pointer(t, len(t), symbols.shape[-1], dtype=symbols.dtype)
+    embedding.require_length(text.shape[-1])
+    if symbols.shape[-1] > channels or not 0 <= text.amin() <= text.amax() < len(symbols):
+        raise IndexError("compiled estimates: the embedding lacks a symbol or is too wide")
+
+
+def addressed(branch: Fields, shape: Sequence[int], left: Tensor) -> dict[str, Any]:
     """The same with weights by their addresses; ValueError if the sizes of one do not fit."""
+    width, dtype = left.shape[-1], left.dtype
     own: Any = {"heads": 0, "kernel": 1, "reads": 0, "writes": 0, "is_tied": False} | branch
-    text, heads, inner, outer = x.shape[:-1], own["heads"], own["inner"], own["outer"]
+    text, heads, inner, outer = shape[:-1], own["heads"], own["inner"], own["outer"]
     parts = 3 if heads and not own["is_tied"] else 1  # queries, keys and values
     fits = inner == parts * outer and outer % max(1, heads) == 0
-    if not fits or max(own["reads"], own["writes"]) + width > x.shape[-1]:
+    if not fits or max(own["reads"], own["writes"]) + width > shape[-1]:
         raise ValueError(f"compiled estimates: maps to {inner} and from {outer} channels misfit")
     shapes = dict.fromkeys(TENSORS, (width,)) | {
         "w": (own["kernel"] * width, inner), "b": (inner,), "v": (outer, width),
@@ -241,13 +266,13 @@ def addressed(branch: Fields, x: Tensor, width: int) -> dict[str, Any]:
             continue
         if name == "biases":  # of every head or of all, at more lags perhaps than there are
             rows = heads if own["bias_stride"] else 1
-            native.require(t[:rows, : text[-1] - 1], (rows, text[-1] - 1), x.dtype)
-            own[name] = native.pointer(t[:1], 1, t.shape[-1], dtype=x.dtype)
+            native.require(t[:rows, : text[-1] - 1], (rows, text[-1] - 1), dtype)
+            own[name] = native.pointer(t[:1], 1, t.shape[-1], dtype=dtype)
         elif name in ("w", "v"):  # by their strides
-            native.require(t, shapes[name], x.dtype)
+            native.require(t, shapes[name], dtype)
             own[name] = t.data_ptr()
         else:
-            own[name] = native.pointer(t, *shapes[name], dtype=x.dtype)
+            own[name] = native.pointer(t, *shapes[name], dtype=dtype)
     return own
 
 

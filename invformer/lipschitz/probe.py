@@ -99,8 +99,8 @@ class LipschitzProbe:
         self.branches = [branch for part in self.parts for branch in part.branches]
         self.target = max(getattr(branch, "lipschitz_target", math.inf) for branch in self.branches)
         self.iterations = [part.iteration for part in self.parts]
-        self.is_compiled = compiled.can_take(blocks, self.branches, self.iterations)
-        self.compiled = compiled.CompiledEstimates(model.stack, self.iterations)
+        self.is_compiled = compiled.can_take(model, self.branches, self.iterations)
+        self.compiled = compiled.CompiledEstimates(model, tokens, self.iterations)
         self.has_started = False
         # Recorded twice: with weights that are given, and with those that it computes.
         self.replayed = {given: Replayed(self.by_torch) for given in (True, False) if replays}
@@ -156,10 +156,10 @@ class LipschitzProbe:
         is_short = self.tokens.numel() <= SHORT
         if self.is_compiled and stacked is None:
             weights = weights or self.model.weights()
-            x, diagonal = self.model.embedding(self.tokens), self.measured == "diagonal_block"
+            diagonal = self.measured == "diagonal_block"
             threads = 1 if is_short else torch.get_num_threads()
-            values = self.compiled.advance(weights, x, num_steps, diagonal, threads, times)
-            return values.mul_(rounding_factor(values))
+            factor = rounding_factor(self.iterations[0].left)
+            return self.compiled.advance(weights, num_steps, diagonal, threads, times, factor)
         if self.replayed and num_steps == 1 and stacked is None:
             return self.replayed[weights is not None](weights)
         # On a CPU small operations lose more by waiting for a second thread than it computes.

@@ -45,11 +45,16 @@ class CharEmbedding(nn.Module):
 
         ValueError if there are none, or if they reach beyond ``seq_len``.
         """
-        end, seq_len = start + tokens.shape[-1], self.position.shape[0]
-        if not 1 <= end <= seq_len:
-            raise ValueError(f"a sequence has 1 to {seq_len} tokens (the seq_len), got {end}")
+        end = start + tokens.shape[-1]
+        self.require_length(end)
         x = self.token(tokens) + self.position[start:end]
         return nn.functional.pad(x, (0, self.padding))
+
+    def require_length(self, tokens: int) -> None:
+        """Raise ValueError unless there are positions for so many."""
+        seq_len = self.position.shape[0]
+        if not 1 <= tokens <= seq_len:
+            raise ValueError(f"a sequence has 1 to {seq_len} tokens (the seq_len), got {tokens}")
 
     def nearest_tokens(self, x: Tokens) -> Text:
         """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range."""

@@ -119,7 +119,7 @@ class BranchMonitor:
 
     def by_key(self, column: str, values: Tensor) -> Numbers:
         """A constant of every branch, and the largest of them, by their keys in metrics.jsonl."""
-        return {self.keys[column]: torch.cat([values, values.amax(0, keepdim=True)])}
+        return {self.keys[column]: values}
 
     def state_dict(self) -> dict[str, Any]:
         """The probe's buffers."""

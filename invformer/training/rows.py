@@ -18,7 +18,8 @@ from invformer.report.plots import picture_of
 from invformer.runs.files import replace_file
 from invformer.runs.run_log import Row, by_branch
 
-# What may be recorded: a scalar by its key, or a vector by the keys of its entries.
+# What may be recorded: a scalar by its key, or a vector by the keys of its entries; the largest of
+# them has the last key if there is one more.
 Numbers = dict[str | tuple[str, ...], Tensor | float]
 
 
@@ -151,7 +152,9 @@ def to_host(pending: Mapping[int, Numbers]) -> dict[int, Row]:
             keys = (key,) if isinstance(key, str) else key
             if isinstance(value, Tensor):
                 places += [(step, name) for name in keys]
-                tensors.append(value.detach().double().flatten())
+                value = value.detach().double().flatten()
+                has_largest = len(keys) > len(value)
+                tensors += [value, value.amax(0, keepdim=True)] if has_largest else [value]
             else:
                 rows[step] |= {name: float(value) for name in keys}
     values = torch.cat(tensors).tolist() if tensors else []

@@ -153,6 +153,20 @@ def test_a_branch_of_own_parts_is_launched(name: str, make: Callable[[int], nn.M
     assert probe.values().isfinite().all()
 
 
+def test_an_embedding_that_changes_its_symbols_is_launched() -> None:
+    model = trained()
+    model.embedding.token.max_norm = 0.1
+    assert not LipschitzProbe(model, random_tokens(1)).is_compiled
+
+
+def test_a_text_that_the_embedding_does_not_have_is_refused() -> None:
+    model, tokens = trained(), random_tokens(1)
+    with pytest.raises(IndexError, match="lacks a symbol"):
+        LipschitzProbe(model, tokens + VOCAB).values()
+    with pytest.raises(ValueError, match="a sequence has 1 to"):
+        LipschitzProbe(model, tokens.repeat(1, 2)).values()
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
 def test_every_activation_and_its_slope_are_known(activation: str, monkeypatch) -> None:
     model = trained()

@@ -1,6 +1,7 @@
 """Rows: complete, in order, checked, and copied to the host once for all tensors."""
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,15 @@ def test_rows_carry_their_own_step_and_everything_recorded_for_it() -> None:
     assert trainer.sent == [(0, {"a": 1.0})]
     rows_of(trainer).send(trainer)
     assert trainer.sent == [(0, {"a": 1.0}), (1, {"b": 2.5, "c": 4.0})]
+
+
+def test_one_key_more_than_a_vector_has_entries_is_that_of_the_largest() -> None:
+    trainer = trainer_with()
+    record(trainer, 0, {("a", "b", "most"): torch.tensor([3.0, 2.0]), ("c", "d"): torch.ones(2)})
+    record(trainer, 1, {("a", "b", "most"): torch.tensor([3.0, torch.nan])})
+    rows = rows_of(trainer).flush(trainer)
+    assert rows[0] == {"a": 3.0, "b": 2.0, "most": 3.0, "c": 1.0, "d": 1.0}
+    assert math.isnan(rows[1]["most"])
 
 
 @pytest.mark.parametrize("kind", ["estimate", "local_bound"])

@@ -110,7 +110,8 @@ void softmax_of_all(const Branch<T>& f, Matrix<T> z, int64_t tokens, int64_t hea
       store(p.at(j, i), e);
       sums += e;
     }
-    for (int64_t j = 0; j < keys; ++j) store(p.at(j, i), load(p.at(j, i)) / sums);
+    sums = T(1) / sums;
+    for (int64_t j = 0; j < keys; ++j) store(p.at(j, i), load(p.at(j, i)) * sums);
     for (int64_t j = keys; j < end; ++j) store(p.at(j, i), Vector<T>{});
   }
 }

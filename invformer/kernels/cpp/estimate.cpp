@@ -22,6 +22,8 @@ namespace {
 
 struct Call {
   int64_t sequences, tokens, width, streams, branches, steps;  // width of a stream
+  int64_t embedded;  // channels of the embedding; the others begin as zeros
+  double factor;     // of the estimates
   bool diagonal, entries;
   int threads;
 };
@@ -284,9 +286,10 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
   return largest;
 }
 
-// All branches, sequence by sequence: x (sequences, tokens, streams · width) enters the first layer.
+// All branches, sequence by sequence. The embeddings of symbols and positions enter the first layer.
 template <typename T>
-void advance(const Branch<T>* branches, const T* x, const Call& call) {
+void advance(const Branch<T>* branches, const int64_t* text, const T* symbols, const T* positions,
+             const Call& call) {
   const int64_t tokens = call.tokens, width = call.width, row = odd_vectors<T>(tokens);
   const int64_t channels = call.streams * width;
   int64_t inner = 0, outer = 0, heads = 0, kernel = 1, of_step = 0, of_promise = 0;
@@ -320,9 +323,11 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
   for (int64_t i = 0; i < call.branches; ++i) *branches[i].estimate = 0;
   for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
     std::fill_n(state.data, channels * row, T(0));
-    for (int64_t c = 0; c < channels; ++c)
-      for (int64_t j = 0; j < tokens; ++j)
-        state.at(c)[j] = x[(sequence * tokens + j) * channels + c];
+    for (int64_t j = 0; j < tokens; ++j) {
+      const T *const symbol = symbols + text[sequence * tokens + j] * call.embedded,
+              *const position = positions + j * call.embedded;
+      for (int64_t c = 0; c < call.embedded; ++c) state.at(c)[j] = symbol[c] + position[c];
+    }
     for (int64_t i = 0; i < call.branches; ++i) {
       const Branch<T>& f = branches[i];
       const int64_t at = sequence * tokens;
@@ -346,6 +351,7 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
         gain = step<T>(f, here, f.left + at * width, f.lengths + at,
                        *f.turn + n * f.in_turn, call, attention ? &*attention : nullptr,
                        room);
+      gain *= T(call.factor);
       if (is_less(*f.estimate, gain)) *f.estimate = gain;
     }
   }
@@ -354,9 +360,10 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
 }  // namespace
 
 // Each returns whether there was enough memory.
-#define EXPORT(T, NAME)                                                                     \
-  bool NAME##_advance(const Branch<T>* branches, const T* x, Call call) {                  \
-    return had_memory_for([&] { advance<T>(branches, x, call); });                         \
+#define EXPORT(T, NAME)                                                                    \
+  bool NAME##_advance(const Branch<T>* branches, const int64_t* text, const T* symbols,   \
+                      const T* positions, Call call) {                                    \
+    return had_memory_for([&] { advance<T>(branches, text, symbols, positions, call); }); \
   }
 
 extern "C" {
