@@ -81,7 +81,6 @@ class Options(ModelOptions):
     adam_rates: list[float] = option([2.5e-3 * 2**k for k in range(7)], "of AdamW", "(0, 10]")
     muon_rates: list[float] = option([1e-2 * 2**k for k in range(7)], "of Muon", "(0, 10]")
     runs_per_rate: int = option(2, "of the 12 combinations, for each family and rate", "[1, 12]")
-    d_model: int = option(48, "width of the models, channels", "[1, 1e5]")
     num_layers: int = option(2, "blocks", "[1, 1e3]")
     seq_len: int = option(48, "context of the models, characters", "[2, 1e5]")
     batch_size: int = option(8, "windows per batch", "[1, 1e6]")
@@ -145,9 +144,8 @@ def points_of(num_steps: int) -> list[int]:
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train, read every signal at its steps, and score."""
-    subject = (
-        NanoGPT(case, case.nanogpt, device) if case.nanogpt else Ours(case, case.family, device)
-    )
+    file = case.nanogpt
+    subject = NanoGPT(case, file, device) if file else Ours(case, case.family, device)
     warm_up = case.num_steps // 10 if case.has_warm_up else 0
     schedule = warmup_cosine(subject.optimiser, warm_up, case.num_steps)
     limit = GRAD_CLIP if case.is_clipped else math.inf

@@ -4,7 +4,6 @@ A score is higher the sicker a run looks; infinite is allowed. Ties count half.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,17 +49,16 @@ class Labels:
         won, number = (torch.einsum("ri,ij,rj->r", weights, m, weights) for m in self.pairs(scores))
         return won / number
 
-    def halves(self) -> Iterator[Bool[Tensor, "runs"]]:
-        """Whether a run's family is in the half that chooses thresholds, for many random halves."""
+    def held_out(self, scores: Float[Tensor, "runs"]) -> Float[Tensor, "2 halves"]:
+        """Shares of sick runs that are found and of healthy ones accused, by thresholds of others.
+
+        One random half of the families chooses the threshold, the other half is judged; many times.
+        """
         generator = torch.Generator().manual_seed(0)
+        shares = []
         for _ in range(HALVES):
             order = torch.randperm(self.num_families, generator=generator)
-            yield torch.isin(self.family, order[: max(1, self.num_families // 2)])
-
-    def held_out(self, scores: Float[Tensor, "runs"]) -> Float[Tensor, "2 halves"]:
-        """Shares of the other half's sick runs that are found, and of its healthy ones accused."""
-        shares = []
-        for chosen in self.halves():
+            chosen = torch.isin(self.family, order[: max(1, self.num_families // 2)])
             above = scores > threshold(scores[chosen & ~self.sick])
             other = ~chosen if not chosen.all() else chosen
             shares.append(

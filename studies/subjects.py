@@ -1,15 +1,14 @@
 """Models in training whose signals can be read: ours, and nanoGPT from a file of its own."""
 
 import contextlib
-import importlib.util
 import io
 import math
+import runpy
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -80,14 +79,14 @@ class NanoGPT:
     """nanoGPT as its file has it, by its own AdamW."""
 
     def __init__(self, case: ModelCase, file: str, device: torch.device) -> None:
-        code = module_at(file)
+        code = names_in(file)
         torch.manual_seed(case.seed)
         with contextlib.redirect_stdout(io.StringIO()):  # it says how large it is
-            config = code.GPTConfig(
+            config = code["GPTConfig"](
                 block_size=case.seq_len, vocab_size=case.text.vocab_size, n_layer=case.num_layers,
                 n_head=case.num_heads, n_embd=case.d_model,
             )  # fmt: skip
-            self.model: nn.Module = code.GPT(config).to(device)
+            self.model: nn.Module = code["GPT"](config).to(device)
             made = self.model.configure_optimizers(WEIGHT_DECAY, case.lr, BETAS, device.type)  # pyright: ignore
         self.optimiser: Optimizer = made
         self.blocks: Any = self.model.transformer.h  # pyright: ignore
@@ -120,17 +119,12 @@ class NanoGPT:
 
 
 @lru_cache(maxsize=1)
-def module_at(file: str) -> ModuleType:
-    """A Python file of the user's as a module; ConfigurationError if it is not there."""
-    spec = importlib.util.spec_from_file_location("nanogpt_of_the_user", Path(file).expanduser())
+def names_in(file: str) -> dict[str, Any]:
+    """What a Python file of the user's defines; ConfigurationError if it is not there."""
     try:
-        assert spec
-        assert spec.loader
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        return runpy.run_path(str(Path(file).expanduser()))
     except OSError as error:
         raise ConfigurationError(f"nanogpt={file}: {error.strerror}") from None
-    return module
 
 
 @torch.no_grad()
