@@ -96,8 +96,7 @@ def cases(options: Options) -> list[Case]:
         inputs=("gaussian", "clusters"), causal=(False, True), seed=seeds,
     )  # fmt: skip
     trainings = [("none", 0.0, 0), ("none", 0.0, options.num_steps)]
-    for regulariser, weight in product(get_args(Added), sorted(options.weights)):
-        trainings.append((regulariser, weight, options.num_steps))
+    trainings += product(get_args(Added), sorted(options.weights), [options.num_steps])
     return layers + [
         case_of(
             Case, options, **text, seed=seed, attention=attention, regulariser=regulariser,

@@ -106,13 +106,11 @@ def compare(case: Case) -> Result:
     error, gain, wins = 0.0, 0.0, 0
     for index in progress(range(case.count), f"measures {case.kind}"):
         x, mass, first, second = random_measure(index, generator)
-        found = CLOSED_FORMS[case.kind](x, mass, first, second)
+        attention, closed_form = KINDS[case.kind]
+        found = closed_form(x, mass, first, second)
         share = torch.tensor(CUTS[index % len(CUTS)], dtype=DTYPE)
         copies, parts = x.repeat_interleave(len(share), 0), (mass[:, None] * share).flatten()
-        if case.kind == "dot_product":
-            f = castin.attention(first, second, mass=parts)
-        else:
-            f = l2_attention(first, second, parts)
+        f = attention(first, second, mass=parts)
         brute = castin.differentiated_constant(f, copies, parts)
         error = max(error, abs(brute / max(found).item() - 1))
         ratio = (found.splitting / found.moving).item()
@@ -163,14 +161,18 @@ def l2_mass_splitting(x: Tokens, mass: Masses, w: Tensor, g: Tensor) -> MassSpli
     return castin.from_blocks(p[..., None, None] * (value - key), own, mass)
 
 
-CLOSED_FORMS = {"dot_product": castin.mass_splitting, "l2": l2_mass_splitting}
+# f of two matrices, and its constants.
+KINDS = {
+    "dot_product": (castin.attention, castin.mass_splitting),
+    "l2": (l2_attention, l2_mass_splitting),
+}
 
 
 def survey(case: Case) -> Result:
     """The first atom, x₂, x₃ for all (x₂, x₃) on the square [−R, R]²: moving against splitting."""
     line = torch.linspace(-RADIUS, RADIUS, case.count, dtype=DTYPE)
     x = torch.cartesian_prod(line.new_tensor([case.first]), line, line)[..., None]
-    found = CLOSED_FORMS[case.kind](x, MASSES, case.parameter * ONE, ONE)
+    found = KINDS[case.kind][1](x, MASSES, case.parameter * ONE, ONE)
     ratio = found.splitting / found.moving
     return Result(math.nan, (ratio > 1 + TIE).double().mean().item(), ratio.max().item())
 

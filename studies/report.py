@@ -53,11 +53,9 @@ class Summary:
         columns = list(dict.fromkeys(key for line in self.table for key in line))
         lines = [columns, *([as_cell(line.get(name)) for name in columns] for line in self.table)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        pairs = [zip(line, widths, strict=True) for line in lines]
-        said = [
-            f"{SAID[holds]} {words}" for holds, words in dict.fromkeys([*self.must, *self.findings])
-        ]
-        shown = ["  ".join(c.rjust(w) for c, w in line) for line in pairs]
+        shown = ["  ".join(map(str.rjust, line, widths)) for line in lines]
+        findings = dict.fromkeys([*self.must, *self.findings])
+        said = [f"{SAID[holds]} {words}" for holds, words in findings]
         return "\n".join([*shown, *said, f"verdict: {self.outcome}"])
 
 
