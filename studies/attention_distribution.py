@@ -85,6 +85,11 @@ class Result:
     truth: list[float]  # ‖∂F/∂X‖ in frobenius by power iteration, per attention layer and sequence
     bounds: dict[str, list[float]]  # every upper bound at the same layers and sequences, by name
 
+    @property
+    def constant(self) -> float:
+        """The geometric mean of the true local constants over layers and sequences."""
+        return geometric_mean(self.truth) if self.truth else math.nan
+
 
 def cases(options: Options) -> list[Case]:
     """Random layers, and the models."""
@@ -174,11 +179,6 @@ def ratios(rows: Iterable[tuple[Case, Result]]) -> dict[str, list[float]]:
     return found
 
 
-def constant_of(case: Case, result: Result) -> float:
-    """The geometric mean of the true local constants over layers and sequences."""
-    return geometric_mean(result.truth) if result.truth else math.nan
-
-
 def at_equal_loss(path: Sequence[tuple[float, float]], allowance: float = ALLOWANCE) -> float:
     """The smallest value on a path of (nats, value) while nats ≤ its first nats + allowance.
 
@@ -209,7 +209,7 @@ def equal_loss(rows: Rows[Case, Result]) -> dict[tuple[str, str], list[float]]:
         groups = by([row for row in same if row[1].truth], "regulariser")
         plain = groups.get("none", [])
         for name in [n for n in by(same, "regulariser") if n != "none" and plain]:
-            logs = [(r.nats, math.log(constant_of(c, r))) for c, r in plain + groups.get(name, [])]
+            logs = [(r.nats, math.log(r.constant)) for _, r in plain + groups.get(name, [])]
             equal = math.exp(at_equal_loss(logs) - logs[0][1])
             found.setdefault((attention, name), []).append(equal)
     return found
@@ -230,7 +230,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         lowered = max(some) < 1 if name.startswith("jasmin") else None
         words = f"{fmean(some):.2f} [{min(some):.2f}, {max(some):.2f}] of the local constant"
         findings.append((lowered, f"{attention}, {name}, at {ALLOWANCE:g} nats more: {words}"))
-    lines = table(trained(rows), ("attention", "regulariser", "weight"), {"constant": constant_of})
+    lines = table(trained(rows), ("attention", "regulariser", "weight"), {"constant": "constant"})
     return Summary(lines, findings, must=[theorem])
 
 
@@ -242,7 +242,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
         plain = models.pop("none")
         for index, (name, some) in enumerate(models.items()):
             points = list(by([*plain, *some], "weight").values())
-            constants = [mean(seeds, constant_of) for seeds in points]
+            constants = [mean(seeds, "constant") for seeds in points]
             one.plot([mean(s, "nats") for s in points], constants, label=name, **look_of(index))
         one.set(
             xlabel="validation nats per character", ylabel="local constant, frobenius (no unit)",

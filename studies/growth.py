@@ -120,6 +120,11 @@ class Result:
     constants: list[float]
     converged: float
 
+    @property
+    def mean(self) -> float:
+        """The mean constant of the sequences."""
+        return fmean(self.constants)
+
 
 def cases(options: Options) -> list[Case]:
     """Lengths on text, then the attack on random weights; or a pretrained model alone."""
@@ -319,17 +324,12 @@ def fits(rows: Rows[Case, Result]) -> list[tuple[Part, Fit | None]]:
     return found
 
 
-def constant(case: Case, result: Result) -> float:
-    """The mean constant of the sequences."""
-    return fmean(result.constants)
-
-
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every curve and its fit; a claim only where the paper measured the same."""
     found = fits(rows)
     lines = [
         {"layer": label(part[0][0]), "fit": one and str(one)}
-        | {f"n = {c.num_tokens}": constant(c, r) for c, r in part}
+        | {f"n = {c.num_tokens}": r.mean for c, r in part}
         for part, one in found
     ]
     fitted = [(part, one) for part, one in found if one]
@@ -384,7 +384,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
         case = part[0][0]
         look = look_of(case.layer if case.text else index)
         one = axes[titles.index(title(case))]
-        curves(one, part, "num_tokens", constant, label=label(case), **look)
+        curves(one, part, "num_tokens", "mean", label=label(case), **look)
     for one, words in zip(axes, titles, strict=True):
         one.set(
             xlabel="sequence length n (tokens)", xscale="log", yscale="log",

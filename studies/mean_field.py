@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.linalg import matrix_norm as norm
 
 from studies import castin
-from studies.report import Finding, Rows, Summary, by, table
+from studies.report import Finding, Rows, Summary, by, table, values
 from studies.study import Study, StudyOptions, program
 
 Statement = Literal["two_dirac", "weighted", "large_radius", "cesaro"]
@@ -61,6 +61,16 @@ class Case:
     mass_factor: float
     seed: int
 
+    @property
+    def rate(self) -> float:
+        """γ for D = 1 (Prop. 3.4)."""
+        return max(-self.parameter, self.parameter / 8)
+
+    @property
+    def limit(self) -> float:
+        """What value/predicted should tend to: 4 s^{3/2}/(1 + s)², which is one for s = 1."""
+        return 4 * self.mass_factor**1.5 / (1 + self.mass_factor) ** 2
+
 
 @dataclass(frozen=True)
 class Result:
@@ -69,6 +79,16 @@ class Result:
     value: float  # ‖Df_m(X)‖_m; for ``weighted`` of the measure that comes nearest to the bound
     predicted: float  # the size, limit or norm the statement names; NaN for ``weighted``
     upper: float  # the proven bound that the value must not exceed, if there is one
+
+    @property
+    def ratio(self) -> float:
+        """Ours over what the statement predicts."""
+        return self.value / self.predicted
+
+    @property
+    def share(self) -> float:
+        """Ours over its bound."""
+        return self.value / self.upper
 
 
 def cases(options: Options) -> list[Case]:
@@ -85,15 +105,10 @@ def measure(case: Case, device: torch.device) -> Result:
     return STATEMENTS[case.statement](case)
 
 
-def rate_of(case: Case) -> float:
-    """γ for D = 1 (Prop. 3.4)."""
-    return max(-case.parameter, case.parameter / 8)
-
-
 def two_dirac(case: Case) -> Result:
     """The lone atom and the cluster of Lemma C.7, D = 1, V = 1."""
     radius = case.size
-    a, exponent = torch.tensor([[case.parameter]], dtype=DTYPE), rate_of(case) * radius**2
+    a, exponent = torch.tensor([[case.parameter]], dtype=DTYPE), case.rate * radius**2
     others = case.mass_factor * math.exp(2 * exponent)
     mass = torch.tensor([1.0, others], dtype=DTYPE) / (1 + others)
     x = castin.two_cluster_tokens(a, radius, 2)
@@ -158,28 +173,12 @@ STATEMENTS = {
 }  # fmt: skip
 
 
-def paper_factor(case: Case, result: Result) -> float:
-    """What value/predicted should tend to: 4 s^{3/2}/(1 + s)², which is one for s = 1."""
-    s = case.mass_factor
-    return 4 * s**1.5 / (1 + s) ** 2
-
-
-def ratio(case: Case, result: Result) -> float:
-    """Ours over what the statement predicts."""
-    return result.value / result.predicted
-
-
-def share(case: Case, result: Result) -> float:
-    """Ours over its bound."""
-    return result.value / result.upper
-
-
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every number beside its prediction; the verdict weighs the four statements."""
     groups = by(rows, "statement", "parameter", "mass_factor").values()
-    over = sum(not share(c, r) <= 1 + ROUNDING for c, r in rows)
+    over = sum(not result.share <= 1 + ROUNDING for _, result in rows)
     return Summary(
-        table(rows, more={"ours/predicted": ratio, "limit of the ratio": paper_factor}),
+        table(rows, more={"ours/predicted": "ratio", "limit of the ratio": "limit"}),
         [finding(group) for group in groups],
         must=[(over == 0, f"{over} values exceed their bound or are no number")],
     )
@@ -190,18 +189,17 @@ def finding(group: Rows[Case, Result]) -> Finding:
     case, result = group[-1]
     a, s, size = case.parameter, case.mass_factor, case.size
     if case.statement == "two_dirac":  # from where R is large enough for a limit
-        rate = rate_of(case)
-        theta = [ratio(c, r) / paper_factor(c, r) for c, r in group if rate * c.size**2 >= 4]
+        theta = [r.ratio / c.limit for c, r in group if case.rate * c.size**2 >= 4]
         falls = all(after <= before for before, after in pairwise(theta))
         # The next term of theta is of relative size one over the exponent (ours).
-        near = 1 <= theta[-1] <= 1 + 2 / (rate * size**2)
+        near = 1 <= theta[-1] <= 1 + 2 / (case.rate * size**2)
         return falls and near, f"theta={theta[-1]:.3f} at R={size:g} (A={a:g}, s={s:g})"
     if case.statement == "weighted":
-        shares = torch.tensor([share(c, r) for c, r in group], dtype=DTYPE)
+        shares = torch.tensor(values(group, "share"), dtype=DTYPE)
         most = shares.amax().item()  # keeps a NaN
         return most <= 1 + ROUNDING, f"at most {most:.3f} of the mean-field bound"
     if case.statement == "large_radius":
-        name, gap = "causal" if a else "unmasked", abs(ratio(case, result) - 1)
+        name, gap = "causal" if a else "unmasked", abs(result.ratio - 1)
         return gap < 1e-6, f"{name} limit within {gap:.0e} at R={size:g}"
     return 1 < result.value < 2, f"Cesaro mean {result.value:.3f} at n={size:g}"
 
