@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.timing import median_seconds
 from invformer.assemble.model import build_model
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
@@ -40,7 +40,7 @@ from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import kinds
 from studies.kinds import QUIET, TWIN, Result
 from studies.runs import words_of
-from studies.study import Study, StudyOptions, program, progress
+from studies.study import Study, StudyOptions, program
 from studies.training import encoded, train
 
 Kind = Literal["nanogpt", "nanogpt_tuned", kinds.Kind]
@@ -129,15 +129,11 @@ def step_seconds(options: Options) -> dict[str, float]:
     words = {kind: " ".join([KINDS[kind], *words_of(options)]) for kind in options.kinds}
     steps = {one: steps_of(shlex.split(one)) for one in sorted({*words.values()} - known.keys())}
     if steps:
-        times: dict[str, list[float]] = {one: [] for one in steps}
         keep_freed_memory()
         with denormals_flushed():  # as train.py does
-            for _ in progress(range(1 + options.num_turns), "timing"):
-                for one, take in steps.items():
-                    start = time.process_time()  # without what other programs take
-                    take()
-                    times[one].append((time.process_time() - start) / TURN)
-        known |= {one: median(found[1:]) for one, found in times.items()}  # the first warms up
+            median_seconds(steps, 1)  # warms up
+            turns = median_seconds(steps, options.num_turns, time.process_time)
+        known |= {one: seconds / TURN for one, seconds in turns.items()}
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(known, file)
     return {kind: known[one] for kind, one in words.items()}
