@@ -111,20 +111,14 @@ def pgd(
                 break
             gradient = torch.autograd.grad(value.sum(), moved)[0]
             ahead = step + radius[:, None, None] / 4 * unit(gradient)
-            step = project_to_ball(ahead, radius)
+            length = ahead.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+            step = ahead * (INWARD * radius[:, None, None] / length).clamp_max(1)  # in the ball
     return best
 
 
 def unit(x: Tokens) -> Tokens:
     """Every token at length one: the direction along which a gradient x ascends fastest."""
     return divide(x, x.norm(dim=-1, keepdim=True))
-
-
-def project_to_ball(step: Tokens, radius: OfWindows) -> Tokens:
-    """The nearest perturbation inside the ball (a hair inside: x + step is rounded)."""
-    length = step.norm(dim=-1, keepdim=True)
-    limit = (radius * INWARD)[:, None, None]
-    return step * (limit / length.clamp_min(torch.finfo(step.dtype).tiny)).clamp_max(1)
 
 
 def logits_of(model: CharTransformer, x: Tokens) -> Logits:
