@@ -114,11 +114,7 @@ def cases(options: Options) -> list[Case]:
 
 
 def measure(case: Case, device: torch.device) -> Result:
-    """Train, or continue, and read what the run has written.
-
-    Raises:
-        InvformerError: the training failed; what it has saved stays.
-    """
+    """Train, or continue, and read what the run has written; InvformerError if training failed."""
     where = f"trainer.accelerator={'gpu' if device.type == 'cuda' else 'cpu'}"
     words = [*VARIANTS[case.variant].split(), *shlex.split(case.words), *place_of(case)]
     call("train.py", "experiment=ablation", *words, where, "trainer.progress=false")

@@ -87,11 +87,7 @@ def own_words(case: Case) -> list[str]:
 
 
 def measure(case: Case, device: torch.device) -> Result:
-    """Train, or continue, and evaluate on both splits.
-
-    Raises:
-        InvformerError: a command failed; what it has saved stays.
-    """
+    """Train, or continue, and evaluate on both splits; InvformerError if a command failed."""
     call("train.py", *command(case))  # on the same device: a GPU if there is one
     val, test = (evaluated(case, split, device) for split in ("val", "test"))
     ngram, certificate, inversion = val["ngram"]["nats"], test["certificate"], test["inversion"]

@@ -71,11 +71,7 @@ class RowFile(Generic[AnyCase, AnyResult]):
         return dict(self._decode(number, cells) for number, cells in enumerate(lines[1:], 2))
 
     def append(self, case: AnyCase, row: Measured[AnyResult]) -> None:
-        """Write one row through to the disk.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Write one row through to the disk; StorageError if the file cannot be written."""
         values = vars(case) | vars(row.result)
         cells = [v if is_text(self.types[k]) else json.dumps(v) for k, v in values.items()]
         try:

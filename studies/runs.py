@@ -20,10 +20,8 @@ def call(program: str, *words: str) -> None:
     """Run a command of the project; what it prints goes to stderr.
 
     Signals to stop are passed on, so that a training can save before the study ends. It may hear
-    Ctrl-C twice, from the terminal and from here; the second time changes nothing.
-
-    Raises:
-        InvformerError: it failed.
+    Ctrl-C twice, from the terminal and from here; the second time changes nothing. If the command
+    fails, InvformerError is raised.
     """
     heard: list[int] = []
 

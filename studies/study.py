@@ -146,12 +146,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Summary:
-    """Measure every case without a row, then summarise and draw.
+    """Measure every case without a row; summarise and draw the cases that were asked for.
 
     Leaves in the study's folder: rows.csv, NAME.png if it has a figure, and result.json.
-
-    Returns:
-        The summary over exactly the cases that were asked for.
 
     Raises:
         ConfigurationError: no case is left, or the device does not exist.
