@@ -1,4 +1,4 @@
-"""Undo a chain of invertible layers, with implicit gradients through what was found.
+"""What undoing a chain of invertible layers gives, with implicit gradients.
 
 For x + f(x) = y and a cotangent v = ∂L/∂x, the implicit function theorem gives
 
@@ -9,7 +9,6 @@ since the backward pass starts from the lowest input and computes the next one a
 """
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
 from invformer.numerics.fixed_point_solution import FixedPointError, FixedPointSolution
-from invformer.numerics.norms import Norm, Tokens
+from invformer.numerics.norms import Tokens
 from invformer.numerics.private import tree_flatten, tree_unflatten
-from invformer.numerics.residual_equation import Kind
-from invformer.weights.scaling import ActivationNorm
 
 
 @dataclass(frozen=True)
@@ -41,46 +37,6 @@ class StackSolution:
     value: Tensor
     error_bound: Float[Tensor, "*batch"]
     layers: dict[str, FixedPointSolution]
-
-
-def undo(
-    layers: Mapping[str, Any],
-    z: Tokens,
-    weights: Mapping[str, Any],
-    bounds: Mapping[str, float],
-    norm: Norm,
-    kind: Kind,
-    **options: Any,
-) -> StackSolution:
-    """Undo the layers from the last one down: residual ones by their inverse, scalings directly.
-
-    Args:
-        layers: by name, in the order they act.
-        bounds: proven, of the residual layers' branches.
-        options: of every residual layer's inverse.
-    """
-    solutions: dict[str, FixedPointSolution] = {}
-    steps: list[ErrorStep] = []
-    common: dict[str, Any] = {"norm": norm, "kind": kind, **options}
-    with torch.no_grad():
-        x = z.detach()
-        for name, layer in reversed(list(layers.items())):
-            if isinstance(layer, ActivationNorm):
-                scaling = weights[name]
-                steps.append(scale_step(x, scaling.log_scale, scaling.shift, norm))
-                x = scaling.undo(x)
-                continue
-            found = layer.inverse(x, weights[name], lipschitz_bound=bounds[name], **common)
-            solutions[name], x = found, found.value
-            steps.extend(found.error_steps)
-        error = stack_error_bound(steps).to(z.device).expand(z.shape[:-2])
-        if kind == "causal":
-            error = torch.full_like(error, torch.inf)
-    parts = [
-        (layer, weights[name], {"lipschitz_bound": bounds.get(name), **common})
-        for name, layer in layers.items()
-    ]
-    return StackSolution(with_gradients(x, z, parts), error, solutions)
 
 
 def with_gradients(x: Tokens, y: Tokens, layers: list[tuple[Any, Any, dict[str, Any]]]) -> Tokens:

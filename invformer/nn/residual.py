@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.branches.branch import AttentionCache, LipschitzBranch, bounds_together
-from invformer.nn.inverse import StackSolution, undo, warn_of_failures, with_gradients
+from invformer.nn.inverse import warn_of_failures, with_gradients
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import (
@@ -332,23 +332,3 @@ class InvertibleBlock(nn.Module):
             own = None if weights is None else weights[name]
             x = layer(x, own, folded) if isinstance(layer, InvertibleResidual) else layer(x, own)
         return x
-
-    def inverse(
-        self,
-        y: Tokens,
-        weights: Mapping[str, Any] | None = None,
-        *,
-        norm: Norm = "token_max",
-        kind: Kind = "global",
-        **options: Any,
-    ) -> StackSolution:
-        """Undo the layers from the last one down, as :meth:`.InvertibleStack.inverse` does."""
-        layers = dict(self.layers())
-        weights = weights or {name: layer.weights() for name, layer in layers.items()}
-        bounds: dict[str, float] = {}
-        for name, layer in layers.items():
-            if isinstance(layer, InvertibleResidual):
-                with torch.no_grad():
-                    of_branch = [weights[name].branch]
-                    (bounds[name],) = layer.proven_bounds([layer], norm, kind, None, of_branch)
-        return undo(layers, y, weights, bounds, norm, kind, **options)

@@ -1,16 +1,19 @@
 """Stacks of invertible blocks: weights, proven bounds, the inverse, and the error through it."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, overload
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from invformer.branches.branch import LipschitzBranch
 from invformer.nn.certificate import Certificate, NoCertificateError, require_type
-from invformer.nn.inverse import StackSolution, undo
+from invformer.nn.inverse import StackSolution, with_gradients
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
+from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
+from invformer.numerics.fixed_point_solution import FixedPointSolution
 from invformer.numerics.norms import NORMS, Norm, Tokens, unknown_norm
 from invformer.numerics.private import has_hooks, is_compiled
 from invformer.numerics.residual_equation import Kind
@@ -224,4 +227,35 @@ class InvertibleStack(nn.Module):
             bounds, longest = certificate.per_branch, certificate.seq_len
         if z.shape[-2] > longest:
             raise ValueError(f"the certificate holds up to {longest} tokens")
-        return undo(dict(self.layers()), z, weights, bounds, self.norm, self.kind, **options)
+        common: dict[str, Any] = {"norm": self.norm, "kind": self.kind, **options}
+        layers = [
+            (name, layer, weights[name], {"lipschitz_bound": bounds.get(name), **common})
+            for name, layer in self.layers()
+        ]
+        with torch.no_grad():
+            x, solutions, error = self.undo(layers, z.detach())
+        parts = [(layer, own, how) for _, layer, own, how in layers]
+        return StackSolution(with_gradients(x, z, parts), error, solutions)
+
+    def undo(
+        self, layers: Sequence[tuple[str, Any, Any, dict[str, Any]]], x: Tokens
+    ) -> tuple[Tokens, dict[str, FixedPointSolution], Float[Tensor, "*batch"]]:
+        """The input, a solution of each residual layer, and a bound on the error of the input.
+
+        Layers, bottom first, are given by name, with their weights and options of their inverse.
+        """
+        solutions: dict[str, FixedPointSolution] = {}
+        steps: list[ErrorStep] = []
+        batch = x.shape[:-2]
+        for name, layer, own, options in reversed(layers):
+            if isinstance(layer, ActivationNorm):
+                steps.append(scale_step(x, own.log_scale, own.shift, self.norm))
+                x = own.undo(x)
+                continue
+            solutions[name] = found = layer.inverse(x, own, **options)
+            steps.extend(found.error_steps)
+            x = found.value
+        error = stack_error_bound(steps).to(x.device).expand(batch)
+        if self.kind == "causal":
+            error = torch.full_like(error, torch.inf)
+        return x, solutions, error
