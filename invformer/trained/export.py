@@ -1,16 +1,24 @@
 """A trained model as a folder to share: a checkpoint without a state, with a card.
 
 Nothing in it names a person, a machine or a run of W&B, but the text's path, which the user typed.
+Its matrices may be integers of few bits, with one scale for each output channel. A certified layer
+divides by a bound on the norm of the matrix it is given, so the certificate is proven for the
+rounded matrices. Vectors, scalings and positions stay as they are.
 """
 
+import copy
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from invformer.config.load import command_line, from_dict
 from invformer.config.schema import TrainConfig
-from invformer.errors import StorageError, one_line
+from invformer.errors import ConfigurationError, StorageError, one_line
 from invformer.evaluation.result import Evaluation
 from invformer.nn.certificate import Certificate
 from invformer.nn.transformer import CharTransformer
@@ -18,15 +26,19 @@ from invformer.report.card import model_card
 from invformer.runs import encoding
 from invformer.runs.checkpoint import MANIFEST, MODEL, PREFIX, WEIGHT_BITS, WEIGHTS, manifest_of
 from invformer.runs.files import UNFINISHED_EXPORT, require_new_folder
-from invformer.runs.packed import Rounded, packed
+from invformer.runs.packed import BITS, Rounded, packed
 
 CARD = "README.md"
+NUM_SCALES = 40  # tried for a channel
 # What may be shared of the metadata and of the configuration, beside the seed.
 SHARED = (
     "step", "commit", "vocabulary", "data_source", "data_sha256", "versions", "changes",
     WEIGHT_BITS,
 )  # fmt: skip
 SHARED_SECTIONS = ("init_from", "model", "data", "optim", "trainer")
+
+# In names of parameters that are not rounded: scalings, temperatures, and positions.
+KEPT = ("log_", "position")
 
 
 def shared(metadata: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:
@@ -68,6 +80,43 @@ def write_export(
         (folder / UNFINISHED_EXPORT).rename(folder / MANIFEST)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written ({error.strerror})") from error
+
+
+def rounded(weight: Tensor, bits: int, input_dim: int) -> Rounded:
+    """The nearest of 2^bits − 1 levels around zero, with the scales of least squared error.
+
+    A scale is shared along ``input_dim``: every output channel has its own.
+    """
+    max_integer = 2 ** (bits - 1) - 1
+    max_weight = weight.abs().amax(input_dim, keepdim=True)
+    integers, scales = torch.zeros_like(weight), torch.zeros_like(max_weight)
+    least_error = torch.full_like(max_weight, math.inf)
+    for shrink in torch.linspace(1, 0.3, NUM_SCALES).tolist():
+        scale = (max_weight * shrink / max_integer).half().to(weight)
+        tried = (weight / scale).nan_to_num(0)  # 0/0 in a row of zeros
+        tried = tried.round().clamp(-max_integer, max_integer)
+        error = (tried * scale - weight).square().sum(input_dim, keepdim=True)
+        is_better = error < least_error
+        integers = torch.where(is_better, tried, integers)
+        scales = torch.where(is_better, scale, scales)
+        least_error = torch.minimum(error, least_error)
+    return Rounded(integers.to(torch.int8), scales.half(), bits)
+
+
+@torch.no_grad()
+def quantised(model: CharTransformer, bits: int) -> tuple[CharTransformer, dict[str, Rounded]]:
+    """A copy of the model with rounded matrices, and these by the names of its parameters."""
+    if bits not in BITS:
+        raise ConfigurationError(f"bits: {bits} is not in [{BITS[0]}, {BITS[-1]}]")
+    model, matrices = copy.deepcopy(model), {}
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2 or any(word in name for word in KEPT):
+            continue
+        is_ours = model.is_invertible and name.startswith("stack")
+        input_dim = -2 if is_ours else -1  # our branches compute x W, nn.Linear computes x Wᵀ
+        matrices[name] = rounded(weight, bits, input_dim)
+        weight.copy_(matrices[name].value())
+    return model, matrices
 
 
 def upload(folder: Path, name: str) -> str:

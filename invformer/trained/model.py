@@ -43,9 +43,8 @@ from invformer.proofs.prefix_margins import (
 )
 from invformer.runs.checkpoint import WEIGHT_BITS, Checkpoint
 from invformer.runs.machine import pick_device
-from invformer.trained.export import shared, write_export
+from invformer.trained.export import quantised, shared, write_export
 from invformer.trained.opening import configuration_of, find_checkpoint, restored, vocabulary_of
-from invformer.trained.quantised import quantised
 from invformer.trained.states import LEAST_ROUNDING
 
 log = logging.getLogger(__name__)

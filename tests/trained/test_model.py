@@ -12,8 +12,8 @@ import invformer
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, ConfigurationError, DataError
 from invformer.runs.packed import packed, unpacked
+from invformer.trained.export import quantised, rounded
 from invformer.trained.model import TrainedModel
-from invformer.trained.quantised import quantised, rounded
 from invformer.trained.states import perturb, read_states, write_states
 from tests.support.builders import contractive_model, random_tokens, scaled_model, trained_a_little
 from tests.support.small_runs import tiny_run
