@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from invformer.branches.compiled import Fields, knows
 from invformer.branches.enclosed import EnclosedBranch, NotEnclosed
-from invformer.branches.jacobian import StackedBranches
+from invformer.branches.jacobian import Measured, StackedBranches
 from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.residual_equation import Kind
 from invformer.weights.scaling import ScalingWeights
@@ -199,6 +199,17 @@ class LipschitzBranch(Branch, Generic[Weights]):
         if type(self).lipschitz_bound is not LipschitzBranch.lipschitz_bound:
             return self.lipschitz_bound("token_max", dtype, weights)
         return self.bounds_of([self], "token_max", "causal", dtype, [weights or self.weights()])[0]
+
+    def local_bound(self, x: Tokens, measured: Measured, tight: bool = False) -> float:
+        """A proven upper bound on ``measured`` at the sequences x, inf if none is known.
+
+        ``tight`` takes longer (:meth:`.StackedBranches.local_bounds`).
+        """
+        alone = self.stacked([self], [self.weights()], x.shape[-2])
+        alone.forward(x)
+        bound = alone.local_bounds(measured, tight).item()
+        # What holds everywhere holds here.
+        return bound if measured == "diagonal_block" else min(bound, self.lipschitz_bound(measured))
 
     @staticmethod
     def bounds_of(

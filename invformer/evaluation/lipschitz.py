@@ -8,7 +8,6 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.errors import CertificateViolation
-from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
@@ -58,7 +57,7 @@ def measured_branches(
                 continue
         probe = LipschitzProbe(model, tokens, norm, thorough=True)
         stacked = probe.stacked()
-        local = dict(zip(probe.names, local_bounds(probe, True, stacked).tolist(), strict=True))
+        local = dict(zip(probe.names, probe.local_bounds(True, stacked).tolist(), strict=True))
         report[norm] = {
             name: BranchConstants(
                 estimate=value.max().item(),

@@ -192,6 +192,20 @@ class LipschitzProbe:
             found |= zip(part.names, zip(values, residuals, strict=True), strict=True)
         return {name: found[name] for name in self.names}
 
+    @torch.no_grad()
+    def local_bounds(
+        self, tight: bool = False, stacked: Sequence[StackedBranches] | None = None
+    ) -> Float[Tensor, "branches"]:
+        """Upper bounds on what is estimated, the largest over the sequences, in float64.
+
+        inf where none is known. Cost: a spectral norm of the size of a head for every token, in as
+        many launches at any depth. ``tight`` spends an eigenproblem or a spectral norm of D × D
+        matrices per token, branch by branch, unless that takes too long.
+        """
+        parts = stacked or self.stacked()
+        bounds = [at_text.local_bounds(self.measured, tight).double() for at_text in parts]
+        return torch.stack(bounds, -1).flatten()
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Estimate inside without moving the vectors that the next estimate starts from."""

@@ -9,7 +9,6 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
@@ -112,7 +111,7 @@ class BranchMonitor:
             per_branch = certify(probe.model).per_branch
         except NoCertificateError:
             return {}
-        found = local_bounds(probe, stacked=stacked)
+        found = probe.local_bounds(stacked=stacked)
         bounds = found.new_tensor([per_branch[name] for name in probe.names])
         local = torch.minimum(found, bounds)  # what holds everywhere holds here
         return self.by_key("local_bound", local) | self.by_key("bound", bounds)

@@ -16,7 +16,6 @@ from invformer.branches.feed_forward.activations import (
 from invformer.branches.feed_forward.bounds import feed_forward_bounds
 from invformer.branches.feed_forward.enclosed import activate
 from invformer.branches.feed_forward.feed_forward import ContractiveFeedForward
-from invformer.lipschitz.local_bounds import local_bound
 from invformer.numerics import enclosure
 from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.norms import NORMS, Norm
@@ -180,7 +179,7 @@ def test_true_constants_stay_below_local_bounds_below_certificates_however_sharp
             assert value <= made.lipschitz_bound(norm) * (1 + 1e-12)
         for norm in ("token_max", "frobenius"):
             for tight in (False, True):
-                local = local_bound(made, x[None], norm, tight)
+                local = made.local_bound(x[None], norm, tight)
                 assert true[norm] <= local * (1 + 1e-12) + 1e-15  # 1 − tanh² cancels
         assert problems.diagonal_norm(dense) <= made.causal_bound() <= TARGET
         if kernel == 1:

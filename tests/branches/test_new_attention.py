@@ -10,7 +10,6 @@ from invformer.branches.jacobian import StackedBranches
 from invformer.config.schema import ATTENTIONS, ModelConfig
 from invformer.errors import ConfigurationError
 from invformer.evaluation.lipschitz import measured_branches
-from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, NoCertificateError, certify
 from invformer.proofs.enclosed_network import Network
@@ -78,7 +77,7 @@ def test_estimates_follow_those_of_automatic_derivatives_and_stay_below_local_bo
     for block in model.stack.blocks:
         block.attention.input_radius = radius
     probe, bounds = LipschitzProbe(model, random_tokens(2), measured), certify(model).per_branch
-    local = dict(zip(probe.names, local_bounds(probe).tolist(), strict=True))
+    local = dict(zip(probe.names, probe.local_bounds().tolist(), strict=True))
     ours = [probe.values() for _ in range(3)]
     monkeypatch.setattr(PositionAttention, "stacked", StackedBranches)
     automatic = LipschitzProbe(model, random_tokens(2), measured)

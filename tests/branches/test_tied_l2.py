@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from invformer.lipschitz.local_bounds import local_bound
 from invformer.nn import (
     BoundedAttention,
     ContractiveL2Attention,
@@ -83,7 +82,7 @@ def test_true_constant_below_local_bound_below_certificate_below_target(
         true, bound = norm_from_below(dense, norm), layer.lipschitz_bound(norm)
         assert true <= bound
         for tight in TIGHT_OR_NOT.get(norm, ()):
-            assert true <= local_bound(layer, x[None], norm, tight) <= bound
+            assert true <= layer.local_bound(x[None], norm, tight) <= bound
         if HELD_IN.get(name) == norm:
             assert bound <= TARGET
     if kind == "full":  # tokens see later ones

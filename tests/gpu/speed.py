@@ -104,7 +104,6 @@ def validation(machine: Machine) -> Iterator[Row]:
     from invformer.evaluation.inversion import round_trip
     from invformer.evaluation.likelihood import window_nats
     from invformer.kernels.cuda_graph import Replayed
-    from invformer.lipschitz.local_bounds import local_bounds
     from invformer.lipschitz.probe import LipschitzProbe
     from invformer.nn import certify
     from invformer.nn.stack import StackWeights
@@ -125,7 +124,7 @@ def validation(machine: Machine) -> Iterator[Row]:
 
     def validate() -> None:
         certify(model)
-        local_bounds(probe)
+        probe.local_bounds()
         round_trip(model, text[:4], torch.float64).reconstruction()
         with torch.inference_mode():
             weights = model.weights(folded=True)

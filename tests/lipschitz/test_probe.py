@@ -12,7 +12,6 @@ import torch
 from invformer.branches.feed_forward.feed_forward import ACTIVATIONS
 from invformer.config.load import CONFIGS
 from invformer.evaluation.lipschitz import require_sandwich
-from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, Measured, certified_in
 from invformer.nn import CharTransformer, ContractiveFeedForward, VisibilityMask
 from invformer.numerics.norms import NORMS
@@ -164,7 +163,7 @@ def test_estimates_approach_the_dense_constant_below_local_bounds(name: str) -> 
             near = 0.3 if measured == "entry_max" else 1e-2  # signs stop at local maxima
             assert value.item() == pytest.approx(expected, rel=near)
         if measured == certified_in(model):
-            for branch, bound in zip(probe.names, local_bounds(probe).tolist(), strict=True):
+            for branch, bound in zip(probe.names, probe.local_bounds().tolist(), strict=True):
                 assert norm(true[branch]) <= bound * (1 + 1e-9)
 
 
@@ -180,7 +179,7 @@ def test_no_activation_lifts_an_estimate_above_a_bound(activation: Any, dtype: t
             for block in model.stack.blocks:
                 block.feed_forward.branch.b_in.data[:] = size / 30 * signs
             stacked = probe.stacked()
-            beside = probe.values(None, stacked), local_bounds(probe, stacked=stacked)
+            beside = probe.values(None, stacked), probe.local_bounds(stacked=stacked)
             for name, low, high in zip(probe.names, *beside, strict=True):
                 require_sandwich(name, {"estimate": low.item(), "local_bound": high.item()})
 
