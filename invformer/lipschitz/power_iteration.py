@@ -140,8 +140,9 @@ class PowerIteration:
     In token_max and entry_max ‖J‖ is the largest ‖J_i·‖ of an output token's row, and every token
     has a left vector of its own: an iteration that only follows the largest token stays in a local
     maximum, 10 to 40 % too low. A step advances ``at_once`` tokens: three quarters are those that
-    were largest when last visited or were never visited, the others take turns. In frobenius there
-    is one left vector for each sequence.
+    were largest when last visited or were never visited, the others take turns. (Compiled code
+    chooses them otherwise, :func:`.chosen_rows`.) In frobenius there is one left vector for each
+    sequence.
 
     J has the ``shape`` (branches, sequences, N, D); the first left vectors are drawn by ``seed``.
     """

@@ -36,7 +36,12 @@ class StackedPositionAttention(StackedBranches):
         return p[:, : self.num_tokens, : self.num_tokens], g
 
     def products(self, chosen: Chosen, is_own: Tensor) -> Products:
-        """dX ↦ Σ_j P_ij dx_j G, and its adjoint."""
+        """dX ↦ Σ_j P_ij dx_j G, and its adjoint, of R output tokens i.
+
+        dX is (branches, R, N, D), or (branches, R, 1, D) of token i alone; what comes out is
+        (branches, R, D). ``chosen``, (branches, sequences, K), are the tokens i, R = sequences · K;
+        ``is_own``, (branches, R, N, 1), is one where j = i.
+        """
         p, g = self.matrices()
         p = take(p.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1), chosen)
         p = p.flatten(1, 2).unsqueeze(-1)  # (branches, R, tokens, 1)
@@ -65,7 +70,11 @@ class EnclosedPositionAttention(EnclosedBranch):
         self.before, self.own = weight(p.tril(-1)), weight(p.diagonal()[:, None])
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
-        """Σ_{j<i} P_ij x_j + P_ii x_i, and the text."""
+        """Σ_{j<i} P_ij x_j + P_ii x_i, and the text.
+
+        z are the rows X W, (rows, D), for every W that the class reads (here one, the identity);
+        ``places`` are their positions, ``past`` is what the call for the text gave; None for it.
+        """
         (own,) = z
         text = own if past is None else past
         p = paired(self.before) if isinstance(own, Pair) else self.before

@@ -70,7 +70,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
         q = affine(x, merge_heads(w_q), centre=centre)  # (*batch, N, H d)
         q = split_heads(q, len(w_q))  # (*batch, H, N, d)
         # Σ_j P_ij q_j,  P_ij = softmax_j(−‖q_i − q_j‖²/√d + b(i − j)). Fused kernels never hold the
-        # squared distances of all pairs at once.
+        # squared distances of all pairs at once (on a CPU kernels/cpp/attention.cpp).
         y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)  # (*batch, H, N, d)
         return merge_heads(y) @ g.flatten(-3, -2)  # (*batch, N, D)
 
