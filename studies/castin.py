@@ -24,6 +24,7 @@ from invformer.numerics.spectral_norm import spectral_norm_bound
 Square = Float[Tensor, "width width"]
 Mask = Bool[Tensor, "tokens tokens"]
 Masses = Float[Tensor, "tokens"]
+Measure = tuple[Tokens, Masses, Square, Square]  # atoms, their masses and two matrices
 
 
 def dot_product_weights(

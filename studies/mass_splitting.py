@@ -118,7 +118,7 @@ def compare(case: Case) -> Result:
     return Result(error, wins / case.count, gain)
 
 
-def random_measure(index: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def random_measure(index: int, generator: torch.Generator) -> castin.Measure:
     """Two to four atoms in one to three dimensions, uneven masses, and two square matrices."""
     numbers = {"generator": generator, "dtype": DTYPE}
     n, width = 2 + index % 3, 1 + index // 3 % 3

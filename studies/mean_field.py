@@ -20,7 +20,6 @@ from itertools import pairwise, product
 from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.linalg import matrix_norm as norm
 
 from studies import castin
@@ -131,9 +130,7 @@ def weighted(case: Case) -> Result:
     return Result(values[nearest].item(), math.nan, uppers[nearest].item())
 
 
-def random_measure(
-    index: int, radius: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def random_measure(index: int, radius: float, generator: torch.Generator) -> castin.Measure:
     """Atoms in B_R, masses of very different sizes, A and V."""
     numbers = {"generator": generator, "dtype": DTYPE}
     n = 2 + index % 4

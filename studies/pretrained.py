@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.errors import ConfigurationError, DataError
@@ -121,10 +120,8 @@ def attentions_in(block: nn.Module) -> list[str]:
     return [name for name, m in block.named_modules() if name and "Attention" in type(m).__name__]
 
 
-def sequences(
-    tokens: Tensor, num_tokens: int, count: int, seed: int
-) -> Float[Tensor, "count tokens"]:
-    """Sequences that do not overlap, from places that depend on the seed and not on n.
+def sequences(tokens: Tensor, num_tokens: int, count: int, seed: int) -> Tensor:
+    """Sequences, (count, n), that do not overlap, from places that depend on the seed and not on n.
 
     Raises:
         DataError: the text is too short.

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 RESAMPLES, HALVES, ALLOWED = 2000, 200, 0.05
+Pairs = Float[Tensor, "families families"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,7 @@ class Labels:
         """Families that have a run."""
         return int(self.family.max()) + 1
 
-    def pairs(
-        self, scores: Float[Tensor, "runs"]
-    ) -> tuple[Float[Tensor, "families families"], Float[Tensor, "families families"]]:
+    def pairs(self, scores: Float[Tensor, "runs"]) -> tuple[Pairs, Pairs]:
         """Pairs of a sick run (of a row's family) and a healthy one: ordered rightly, and all."""
         ill, well = scores[self.sick, None], scores[~self.sick]
         won = (ill > well).double() + 0.5 * (ill == well).double()
