@@ -103,9 +103,7 @@ STEPS = {"step": 0, "shakespeare": 2500, "ptb": 5000, "kim": 5000}
 VALIDATE = {"shakespeare": "trainer.val_every=250 trainer.patience=3"}
 VALIDATE |= dict.fromkeys(("ptb", "kim"), "trainer.val_every=1000")
 # The best rates and the widths of nanoGPT's CPU size, whose steps read 12 windows of 64 characters.
-SMALL_RATES: dict[tuple[str, str], float] = {
-    ("shakespeare", TWIN): 1e-2, ("ptb", TWIN): 3e-3, ("kim", TWIN): 3e-3
-}  # fmt: skip
+TWIN_RATES = {"shakespeare": 1e-2, "ptb": 3e-3, "kim": 3e-3}
 SMALL_RATE, SMALL_WIDTH, SMALL_CERTIFIED, SMALL_STEP = 6e-3, 128, 160, 12 * 64
 POWERS = 1 / 4, 0.0, 1 / 2  # of the growth of a step: of the first rate, and of further ones
 START, SLOWER = 45.0, 1.3  # seconds to load and to evaluate; a step of train.py over one timed
@@ -248,7 +246,7 @@ def case_of(
     config = configuration(words)
     growth = config.data.batch_size * config.data.seq_len / SMALL_STEP
     narrow = (SMALL_CERTIFIED if kind == "certified" else SMALL_WIDTH) / config.model.d_model
-    small = SMALL_RATES.get((part, kind), SMALL_RATE)
+    small = TWIN_RATES.get(part, SMALL_RATE) if kind == TWIN else SMALL_RATE
     text = () if part == "step" else text_words(options, part, is_full)
     sha256, split = text_of(text) if text else ("", "")
     steps = options.steps or (STEPS[part] if is_full else 2)
