@@ -84,11 +84,9 @@ def by(
     return {key[0]: group for key, group in groups.items()} if len(names) == 1 else groups
 
 
-def alike(
-    rows: Iterable[tuple[AnyCase, AnyResult]], names: Sequence[Name]
-) -> dict[tuple[Any, ...], list[tuple[AnyCase, AnyResult]]]:
+def alike(rows: Iterable[Any], names: Sequence[Name]) -> dict[tuple[Any, ...], list[Any]]:
     """The rows by a tuple of any number of values."""
-    found: dict[tuple[Any, ...], list[tuple[AnyCase, AnyResult]]] = {}
+    found: dict[tuple[Any, ...], list[Any]] = {}
     for row in rows:
         found.setdefault(tuple(of(row, name) for name in names), []).append(row)
     return found
@@ -151,24 +149,17 @@ def panels(num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
 
 
 def curves(
-    axes: Axes,
-    rows: Rows[Any, Any],
-    x: Name,
-    y: Name,
-    group: Sequence[Name] = (),
-    label: str | None = None,
-    **style: Any,
+    axes: Axes, rows: Rows[Any, Any], x: Name, y: Name, group: Sequence[Name] = (), **style: Any
 ) -> None:
-    """A curve for each value of some fields: the mean of y against x.
+    """A curve for each value of some fields, which label it: the mean of y against x.
 
-    Curves of which a value is None are left out. ``label`` stands before the values of the fields.
+    Curves of which a value is None are left out.
     """
     for index, (key, part) in enumerate(alike(rows, group).items()):
         points = sorted(by(part, x).items())
         if None in values(part, y):
             continue
-        words = f"{label or ''} {', '.join(map(str, key))}".strip()
-        look = {"label": words, **look_of(index), **style}
+        look = {"label": ", ".join(map(str, key)), **look_of(index), **style}
         axes.plot([at for at, _ in points], [mean(some, y) for _, some in points], **look)
 
 
@@ -188,11 +179,8 @@ def finished(figure: Figure) -> Figure:
     for axes in figure.axes:
         lines: Any = [line for line in axes.lines if line.get_transform() == axes.transData]
         at = sorted({float(x) for line in lines for x in line.get_xdata()})
-        if (
-            axes.get_xscale() == "log"
-            and 0 < len(at) < 9
-            and all(x == float(f"{x:.4g}") for x in at)
-        ):
+        are_round = all(x == float(f"{x:.4g}") for x in at)
+        if axes.get_xscale() == "log" and 0 < len(at) < 9 and are_round:
             axes.set_xticks(at, [f"{x:,g}" for x in at])
             axes.set_xticks([], minor=True)
         if axes.get_legend_handles_labels()[0] and axes.get_legend() is None and not figure.legends:

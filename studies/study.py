@@ -94,11 +94,7 @@ def case_of(kind: type[AnyCase], chosen: object, /, **values: Any) -> AnyCase:
 
 
 def grid(
-    kind: type[AnyCase],
-    chosen: StudyOptions,
-    same: Mapping[str, Any] = {},
-    /,
-    **varied: Iterable[Any],
+    kind: type[AnyCase], chosen: object, same: Mapping[str, Any] = {}, /, **varied: Iterable[Any]
 ) -> list[AnyCase]:
     """A case for every combination of values, the last field varying fastest."""
     combinations = itertools.product(*varied.values())
