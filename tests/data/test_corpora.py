@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import platform
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -243,17 +244,14 @@ def test_a_copy_that_is_not_the_benchmark_is_refused(monkeypatch, name: CorpusNa
 def test_a_hub_that_accepts_and_says_nothing_is_not_waited_for(monkeypatch) -> None:
     from huggingface_hub import constants
 
-    server = FakeServer("hangs")
     monkeypatch.setattr(hub, "TIMEOUT", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    try:
+    with closing(FakeServer("hangs")) as server:
         for endpoint in (server.url, "http://127.0.0.1:1"):
             monkeypatch.setattr(constants, "ENDPOINT", endpoint)
             with pytest.raises(DataError, match=r"text8: cannot be loaded .*set data\.path") as e:
                 read_corpus(DataConfig(name="text8"))
             assert "\n" not in str(e.value)
-    finally:
-        server.close()
 
 
 def test_a_damaged_copy_of_the_hub_is_one_line(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,8 @@ def patient_until_the_end() -> None:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[str], FakeServer]]:
-    servers: list[FakeServer] = []
-
-    def start(behaviour: str) -> FakeServer:
-        servers.append(FakeServer(behaviour))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
+    with ExitStack() as servers:
+        yield lambda behaviour: servers.enter_context(closing(FakeServer(behaviour)))
 
 
 def environment(url: str) -> dict[str, str | None]:

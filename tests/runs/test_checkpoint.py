@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from invformer.assemble.model import build_model
-from invformer.config.load import from_dict
-from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError
 from invformer.nn.transformer import CharTransformer
 from invformer.runs import checkpoint as directory
@@ -34,7 +31,7 @@ from invformer.runs.checkpoint import (
 )
 from invformer.trained.opening import restored
 from tests.runs.hostile import ATTACKS, Attack, flipped, seal
-from tests.support.saved_runs import NO_STATE, save_run, write_checkpoint
+from tests.support.saved_runs import NO_STATE, Saved, write_checkpoint
 from tests.support.small_runs import newest
 
 METADATA: dict[str, Any] = {"config": {}, "vocabulary": {}, "data_sha256": "0"}
@@ -227,18 +224,14 @@ def test_results_go_to_the_runs_folder(tmp_path, monkeypatch, stand: str, name: 
     assert evaluation.parent.samefile(tmp_path / "run")
 
 
-SMALL = {"d_model": 12, "num_heads": 3, "num_layers": 2, "d_embedding": 4}
-CONFIG = from_dict({"model": SMALL, "data": {"seq_len": 10}})
 MEGABYTES = 400  # that all attempts together may take; the smallest bomb here has a gigabyte
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
     """A good checkpoint, as a run would have left it."""
-    torch.manual_seed(1)
-    vocabulary = Vocabulary.from_text("abcdefgh")
-    model = build_model(CONFIG.model, vocabulary.size, 10).float()
-    return save_run(tmp_path_factory.mktemp("good"), CONFIG, vocabulary, model)
+    torch.set_default_dtype(torch.float32)
+    return Saved(tmp_path_factory.mktemp("good")).save()
 
 
 @pytest.fixture
@@ -319,7 +312,7 @@ def test_mutations_are_refused_or_harmless(good, tmp_path) -> None:
                 assert checkpoint.metadata == wanted_checkpoint.metadata, seed
             else:
                 assert all(w.isfinite().all() for w in model.state_dict().values()), seed
-                assert checkpoint.configuration().model.d_model == 12, seed
+                assert checkpoint.configuration().model.d_model == 16, seed
         for kept in {name, MANIFEST}:
             (folder / kept).write_bytes(contents[kept])
     assert refused > 30

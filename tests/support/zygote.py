@@ -8,6 +8,7 @@ the child's process number; when the child ends, its exit code (negative for a s
 import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -92,12 +93,8 @@ class Zygote:
 
 def find(place: str) -> tuple[Any, str]:
     """What holds ``module:Class.method``, and under which name."""
-    module, _, path = place.partition(":")
-    *outer, name = path.split(".")
-    holder: Any = importlib.import_module(module)
-    for part in outer:
-        holder = getattr(holder, part)
-    return holder, name
+    end = max(place.rfind(":"), place.rfind("."))
+    return pkgutil.resolve_name(place[:end]), place[end + 1 :]
 
 
 def send_at(place: str, count: int, number: int) -> None:
