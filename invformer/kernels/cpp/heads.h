@@ -19,6 +19,8 @@ struct Heads {
   const int64_t tokens, width, row = at.z.row, H = f.heads, d = f.head_channels();
   const int64_t P = round_up(width, LANES<T>), L = round_up(H, LANES<T>);
   const int64_t keys_at = f.is_tied ? 0 : f.outer, values_at = 2 * keys_at;
+  const T sign = f.is_tied ? -1 : 1;
+  const bool in_ball = f.temperatures;
   const int64_t kinds = f.temperatures ? 2 : f.is_tied;  // vectors of each token's own for a head
   Matrix<T> w, x;          // w is Wᵀ, with γ of LN or D⁻¹
   T* own;                  // W_k k_j and W_v v_j, for each LANES tokens channels by heads
@@ -126,16 +128,20 @@ struct Heads {
   // a ← J_i v, where v are the vectors of length one of J_iᵀ a, or of token i alone.
   void improve(T* a, int64_t stride, int64_t i, bool diagonal, bool entries,
                double shortest) const {
-    const int64_t keys = i + 1 - f.strictly_causal;
-    const int64_t first = diagonal ? i / LANES<T> * LANES<T> : 0, count = i + 1 - first;
-    const int64_t columns = round_up(count, LANES<T>);
-    const T sign = f.is_tied ? -1 : 1;
-    const bool in_ball = f.temperatures;
+    const int64_t first = diagonal ? i / LANES<T> * LANES<T> : 0, keys = i + 1 - f.strictly_causal;
+    pull(a, stride, i, keys, first, diagonal);
+    complete(i, first, entries, shortest);
+    push(a, stride, i, keys, first);
+  }
+
+  // x_j = s_j W_k q_i + p_j W_v a of tokens j from the first on, and what token i gets as a query.
+  void pull(const T* a, int64_t stride, int64_t i, int64_t keys, int64_t first,
+            bool diagonal) const {
     std::fill_n(terms.data, (2 + kinds) * H * row, T(0));
     for (int64_t h = 0; h < H; ++h) {
       const Matrix<T> q = at.z.from(h * d), k = q.from(keys_at), v = q.from(values_at);
       T *const alpha = terms.at(h), *const beta = terms.at(H + h), *const p_h = p.at(h);
-      T* const a_h = a + h * d * stride;
+      const T* const a_h = a + h * d * stride;
       softmax<T>(f, at, tokens, h, i, p_h);
       for (int64_t c = 0; c < d; ++c) {
         const T a_c = a_h[c * stride], origin = f.is_tied ? *q.at(c, i) : 0, *const v_c = v.at(c);
@@ -163,9 +169,13 @@ struct Heads {
       for (int64_t j = first; j <= i; ++j) *betas.at(j, h) = beta[j];
     }
     multiply<T>({x.at(0, first), row}, {shared.data, 1, P}, {terms.at(0, first), row}, width, 2 * H,
-                columns, false);
+                round_up(i + 1 - first, LANES<T>), false);
     multiply<T>({column, P}, {dz, 0, 1}, w, 1, f.outer, P, false);
     for (int64_t c = 0; c < width; ++c) *x.at(c, i) += column[c];
+  }
+
+  // x plus the tokens' own vectors, at length one, and its inner products with these.
+  void complete(int64_t i, int64_t first, bool entries, double shortest) const {
     for (int64_t begin = first; begin <= i; begin += 4 * LANES<T>) {  // whose own stay at hand
       const int64_t some = std::min(4 * LANES<T>, i + 1 - begin), end = begin + some;
       for (int64_t j = begin; j < end && kinds; j += LANES<T>)
@@ -176,10 +186,16 @@ struct Heads {
       for (int64_t j = begin; j < end; j += LANES<T>)
         in_eights(kinds * H, [&](int64_t n, auto some) { look_along<some>(n, j); });
     }
+  }
+
+  // a = J_i x.
+  void push(T* a, int64_t stride, int64_t i, int64_t keys, int64_t first) const {
+    const int64_t count = i + 1 - first;
     for (int64_t c = 0; c < width; ++c) column[c] = *x.at(c, i);
     for (int64_t c = 0; c < f.outer; ++c) dz[c] = dot<T>(w.at(c), column, P);
     multiply<T>(sums, {x.at(0, first), row}, betas.from(first), width, count, L, false);
-    multiply<T>({s.at(0, first), row}, shared, {x.at(0, first), row}, H, width, columns, false);
+    multiply<T>({s.at(0, first), row}, shared, {x.at(0, first), row}, H, width,
+                round_up(count, LANES<T>), false);
     for (int64_t h = 0; h < H; ++h) {
       const Matrix<T> q = at.z.from(h * d), k = q.from(keys_at), v = q.from(values_at);
       const T* const k_rho = at.rho + (H + h) * row;
