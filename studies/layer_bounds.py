@@ -62,7 +62,7 @@ def heads_of(layer: Layer, z: Tokens) -> Heads:
     return Heads(q, k, v, p, w_q, w_k, w_v, w_o)
 
 
-def l2_terms(q: PerHead, p: Tensor, w_q: InputMaps) -> tuple[OfSequences, OfSequences]:
+def l2_terms(heads: Heads) -> tuple[OfSequences, OfSequences]:
     """The query and key terms of (P^h q^h)_h of tied L2 attention from above, with s = √d.
 
     query = (2/s) max_i (Σ_h ‖W_h C_i^h‖_F²)^½
@@ -70,18 +70,17 @@ def l2_terms(q: PerHead, p: Tensor, w_q: InputMaps) -> tuple[OfSequences, OfSequ
 
     Both vanish where the attention weights do not react to the input. Differentiable.
     """
-    q, scale = q - q[..., :1, :], 2 / math.sqrt(q.shape[-1])
-    c = local.covariance(p, q, q)  # C_i, (*batch, H, N, d, d)
-    query = torch.linalg.matrix_norm(w_q.unsqueeze(-3) @ c).square()
-    z = q @ w_q.mT
+    q = heads.q - heads.q[..., :1, :]
+    c = local.covariance(heads.p, q, q)  # C_i, (*batch, H, N, d, d)
+    query = torch.linalg.matrix_norm(heads.w_q.unsqueeze(-3) @ c).square()
+    z = q @ heads.w_q.mT
     square = z.square().sum(-1)
     distance = square.unsqueeze(-1) + square.unsqueeze(-2) - 2 * z @ z.mT
-    key = p * torch.linalg.matrix_norm(c).unsqueeze(-1) * distance.clamp_min(0)
+    key = heads.p * torch.linalg.matrix_norm(c).unsqueeze(-1) * distance.clamp_min(0)
     tiny = torch.finfo(q.dtype).tiny  # the square root is then differentiable at zero
-    return (
-        scale * query.sum(-2).amax(-1).clamp_min(tiny).sqrt(),
-        scale * key.sum((-3, -2)).amax(-1).clamp_min(tiny).sqrt(),
-    )
+    squares = query.sum(-2), key.sum((-3, -2))
+    query, key = (s.amax(-1).clamp_min(tiny).sqrt() * (2 / math.sqrt(q.shape[-1])) for s in squares)
+    return query, key
 
 
 def dot_product_terms(
@@ -110,11 +109,8 @@ def sensitivity_regulariser(layer: Layer, z: Tokens) -> Float[Tensor, ""]:
     Small iff the attention weights hardly react to the input. It follows the true size of that
     reaction (rank correlation 0.97; JaSMin_0: 0.18) because it sees lengths and weights too (ours).
     """
-    heads = heads_of(layer, z)
-    if isinstance(layer, TiedL2Attention):
-        query, key = l2_terms(heads.q, heads.p, heads.w_q)
-    else:
-        query, key = dot_product_terms(heads)
+    terms = l2_terms if isinstance(layer, TiedL2Attention) else dot_product_terms
+    query, key = terms(heads_of(layer, z))
     return (query + key).mean()
 
 
