@@ -141,13 +141,12 @@ def random_attention(case: Case) -> tuple[nn.Module, float]:
     limit = math.sqrt(3 / case.d_model)  # Glorot for a D × D matrix; heads are slices of one
     for weight in module.parameters():
         nn.init.uniform_(weight, -limit, limit, generator=generator)
-    factor = 1.0
     if isinstance(module, L2Attention) and case.map == "contractive_kim":
-        w_o = module.w_o.flatten(0, 1)
-        factor = 1 / kim.entry_max_bound(module.w_q, module.w_v, w_o, kim.log_mass_of(case.seq_len))
-    elif isinstance(module, L2Attention) and case.map == "contractive":
-        factor = 1 / module.lipschitz_bound("token_max")
-    return module, factor
+        parts = module.w_q, module.w_v, module.w_o.flatten(0, 1)
+        return module, 1 / kim.entry_max_bound(*parts, kim.log_mass_of(case.seq_len))
+    if isinstance(module, L2Attention) and case.map == "contractive":
+        return module, 1 / module.lipschitz_bound("token_max")
+    return module, 1.0
 
 
 def training(size: Options | Case) -> ModelCase:

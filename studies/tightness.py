@@ -63,10 +63,8 @@ def measure(case: Case, device: torch.device) -> Result:
     """Ascend from every start and evaluate the bound."""
     reached = ascend(case, starts(case).to(device))
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    return Result(
-        reached.max().item(),
-        kim.entry_max_bound(one, one, one[0], kim.log_mass_of(case.num_tokens)),
-    )
+    upper = kim.entry_max_bound(one, one, one[0], kim.log_mass_of(case.num_tokens))
+    return Result(reached.max().item(), upper)
 
 
 def starts(case: Case) -> Float[Tensor, "starts tokens"]:
