@@ -75,11 +75,6 @@ class Result:
     proven: float | None  # share of characters at the beginning of the test split
 
 
-def command(case: Case) -> list[str]:
-    """The words of ``train.py`` for a case."""
-    return [*KINDS[case.kind].split(), *shlex.split(case.words), *own_words(case)]
-
-
 def own_words(case: Case) -> list[str]:
     """Steps, rate, folder and seed of a case, as words of ``train.py``."""
     steps = [f"trainer.max_steps={case.budget}", f"optim.muon_lr={case.rate:g}"]
@@ -88,7 +83,8 @@ def own_words(case: Case) -> list[str]:
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train, or continue, and evaluate on both splits; InvformerError if a command failed."""
-    call("train.py", *command(case))  # on the same device: a GPU if there is one
+    words = f"{KINDS[case.kind]} {case.words}"
+    call("train.py", *shlex.split(words), *own_words(case))  # on a GPU too if there is one
     val, test = (evaluated(case, split, device) for split in ("val", "test"))
     ngram, certificate, inversion = val["ngram"]["nats"], test["certificate"], test["inversion"]
     rows = validations(case.run)
