@@ -43,22 +43,18 @@ class Iteration:
                 return Products(jacobian.jvp, jacobian.vjp)
             here = (chosen[..., None] == torch.arange(jacobian.value.shape[-2])).to(jacobian.value)
             here = here.flatten(1, 2).unsqueeze(-1)
-            each = from_each(jacobian)
-            jvp = lambda x: (each.jvp(x * here if self.per_token else x) * here).sum(-2)  # noqa: E731
-            vjp = lambda y: each.vjp(y.unsqueeze(-2) * here)  # noqa: E731
-            if self.per_token:
-                return Products(jvp, lambda y: (vjp(y) * here).sum(-2, keepdim=True))
+
+            def jvp(x: torch.Tensor) -> torch.Tensor:
+                x = x * here if self.per_token else x
+                return (jacobian.jvp(x.unsqueeze(1)).squeeze(1) * here).sum(-2)
+
+            def vjp(y: torch.Tensor) -> torch.Tensor:
+                x = jacobian.vjp((y.unsqueeze(-2) * here).unsqueeze(1)).squeeze(1)
+                return (x * here).sum(-2, keepdim=True) if self.per_token else x
+
             return Products(jvp, vjp)
 
         return self.inner.step(rows)
-
-
-def from_each(jacobian: LinearMap) -> Products:
-    """Products of one sequence with the vectors of every row, (branches, R, N, D)."""
-    return Products(
-        lambda x: jacobian.jvp(x.unsqueeze(1)).squeeze(1),
-        lambda y: jacobian.vjp(y.unsqueeze(1)).squeeze(1),
-    )
 
 
 def true_norm(matrix: torch.Tensor, norm: str) -> float:

@@ -11,6 +11,7 @@ from invformer.nn import CharEmbedding, CharTransformer
 from invformer.nn.transformer import sampled
 from invformer.numerics.precision import denormals_flushed
 from invformer.weights.spectral import set_manual_refresh
+from tests.nn.test_layers import EVERY_KIND
 from tests.support.builders import (
     SEQ_LEN,
     VOCAB,
@@ -25,13 +26,7 @@ from tests.support.builders import (
     trained_a_little,
 )
 
-CONTRACTIVE = [
-    contractive_model,
-    partial(contractive_model, bounded=True),
-    model_of_the_past,
-    scaled_model,
-]
-SEQUENTIAL = [*CONTRACTIVE, baseline, convolutional_baseline, coupling, l2_baseline]
+SEQUENTIAL = [*EVERY_KIND, baseline, convolutional_baseline, coupling, l2_baseline]
 
 
 def test_the_decoding_margin_is_half_the_least_distance_however_near_two_symbols_are() -> None:
@@ -95,9 +90,7 @@ def tied(build: Callable[[], CharTransformer]) -> CharTransformer:
 TIED = [partial(tied, contractive_model), partial(tied, baseline)]
 
 
-@pytest.mark.parametrize(
-    "build", [*SEQUENTIAL, *TIED, partial(contractive_model, input_radius=2.0)]
-)
+@pytest.mark.parametrize("build", [*SEQUENTIAL, *TIED])
 def test_symbols_one_at_a_time_have_the_logits_of_all_at_once(build) -> None:
     model = trained_a_little(build())
     tokens = random_tokens(3)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -26,14 +27,11 @@ def test_products_agree_with_the_dense_jacobian_sample_by_sample() -> None:
     x = torch.randn(2, 3, N, D)
     dx, g = torch.randn_like(x), torch.randn_like(x)
     jacobian = linearise(mixing_map, x)
-    pushed, pulled = jacobian.jvp(dx), jacobian.vjp(g)
-    for i in range(2):
-        for j in range(3):
-            dense = dense_jacobian(mixing_map, x[i, j])
-            expected = (dense @ dx[i, j].flatten()).view(N, D)
-            torch.testing.assert_close(pushed[i, j], expected)
-            expected = (dense.mT @ g[i, j].flatten()).view(N, D)
-            torch.testing.assert_close(pulled[i, j], expected)
+    pushed, pulled = jacobian.jvp(dx).flatten(2), jacobian.vjp(g).flatten(2)
+    for i, j in product(range(2), range(3)):
+        dense = dense_jacobian(mixing_map, x[i, j])
+        torch.testing.assert_close(pushed[i, j], dense @ dx[i, j].flatten())
+        torch.testing.assert_close(pulled[i, j], dense.mT @ g[i, j].flatten())
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])

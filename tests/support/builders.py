@@ -32,20 +32,17 @@ def contractive_model(
     certificate: Any = "token_max",
     norm: bool = True,
     bounded: bool = False,
-    strictly_causal: bool = False,
     kernel: int = 1,
     input_radius: float | None = None,
     scaled: bool = False,
-    dropout: float = 0.0,
-    position_bias: bool = True,
+    **options: Any,
 ) -> CharTransformer:
     """A tiny contractive model with injective padding, initialised on random tokens."""
     model = small_model(
         name="contractive_bounded" if bounded else "contractive_l2", certificate=certificate,
-        lipschitz_target=target, d_head=2 if bounded else None, strictly_causal=strictly_causal,
-        feed_forward_kernel=kernel, activation_norm=norm and not scaled, diagonal_scaling=scaled,
-        dropout=dropout, position_bias=position_bias,
-        input_radius=None if input_radius is None else input_radius / math.sqrt(WIDTH),
+        lipschitz_target=target, d_head=2 if bounded else None, feed_forward_kernel=kernel,
+        activation_norm=norm and not scaled, diagonal_scaling=scaled,
+        input_radius=None if input_radius is None else input_radius / math.sqrt(WIDTH), **options,
     )  # fmt: skip
     model.initialise(random_tokens(8))
     return model
