@@ -121,6 +121,9 @@ def first_calls(
 
     hooks = []
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            found.skipped[name] = "modules of TorchScript take no such hooks"
+            continue
         hook = partial(keep_inputs, name)
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         hooks.append(module.register_forward_hook(partial(keep_output, name)))
@@ -133,7 +136,7 @@ def first_calls(
     for name, _ in model.named_modules():
         y = outputs.get(name)
         if name not in outputs:
-            found.skipped[name] = "it is not called"
+            found.skipped.setdefault(name, "it is not called")
         elif calls[name].x is None or y is None:
             found.skipped[name] = "it takes or returns no floating-point tensor"
         elif y.dtype.itemsize < 4:

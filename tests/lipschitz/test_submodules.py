@@ -131,6 +131,17 @@ def test_power_iteration_in_half_precision_is_not_tried() -> None:
     assert set(skipped.values()) == {"it computes in torch.bfloat16; measure model.float()"}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_modules_of_torchscript_are_skipped_and_those_around_them_measured() -> None:
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()
+    model, x = nn.Sequential(inner, nn.Linear(3, 2).double()), torch.randn(2, 3)
+    plain = local_constants(model, x)
+    model[0] = torch.jit.script(inner)
+    found = local_constants(model, x)
+    assert found.skipped.keys() == {"0", "0.0", "0.1"}
+    assert found.values == pytest.approx({name: plain.values[name] for name in ("", "1")})
+
+
 class Once(torch.autograd.Function):
     """The identity, whose derivative cannot be derived again."""
 
