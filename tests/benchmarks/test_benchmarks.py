@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import run, tasks, timing
+from benchmarks import monitor_cost, run, tasks, timing
 from benchmarks.models import MODELS, Case, build, windows
 from benchmarks.table import HEAD, line, table
 from benchmarks.timing import Spread, in_turns, paired
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, python
 
 CPU = torch.device("cpu")
 TINY = Case(seq_len=16, d_model=16, num_layers=1, num_heads=2, batch_size=2)
@@ -134,3 +134,16 @@ def test_an_interrupted_run_leaves_earlier_results_alone(tmp_path, monkeypatch, 
     assert error.startswith("error: interrupted; ")
     assert "quick.json.tmp keeps 1 rows" in error
     assert error.count("\n") == 1
+
+
+def test_the_cost_of_estimates_is_that_of_their_turns_whatever_the_machine_does() -> None:
+    step = {True: 1.06, False: 1.0}
+    seconds = {s: step[monitor_cost.is_watched(s)] * (1 + s // 100) for s in range(700) if s % 25}
+    assert monitor_cost.costs(seconds) == pytest.approx([0.06] * 6)
+
+
+def test_a_training_by_turns_says_what_its_estimates_cost(tmp_path) -> None:
+    size = ["model.d_model=8", "model.num_layers=1", "model.num_heads=2", "data.seq_len=8"]
+    words = [*size, "trainer.max_steps=305", "logger=none", f"run.root={tmp_path}"]
+    done = python("-m", "benchmarks.monitor_cost", *words)
+    assert "of a step's" in done.stdout
