@@ -36,7 +36,7 @@ from invformer.config.section import option
 from invformer.weights.position_bias import CausalMask, VisibilityMask
 from studies import jasmin
 from studies.layer_bounds import Layer, compare, heads_of, sensitivity_regulariser
-from studies.report import Figure, Finding, Rows, Summary, by, look_of, mean, panels, table
+from studies.report import Finding, Rows, Summary, by, table
 from studies.study import Study, case_of, grid, program
 from studies.training import AdamOptions, ModelCase, layer_inputs, new_model, scores, train_by_adam
 
@@ -234,21 +234,4 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(lines, findings, must=[theorem])
 
 
-def draw(rows: Rows[Case, Result]) -> Figure:
-    """Local constants against loss, along the weights of every regulariser."""
-    figure, axes = panels(1, len(ATTENTIONS))
-    for one, (attention, group) in zip(axes, by(trained(rows), "attention").items(), strict=True):
-        models = by(group, "regulariser")
-        plain = models.pop("none")
-        for index, (name, some) in enumerate(models.items()):
-            points = list(by([*plain, *some], "weight").values())
-            constants = [mean(seeds, "constant") for seeds in points]
-            one.plot([mean(s, "nats") for s in points], constants, label=name, **look_of(index))
-        one.set(
-            xlabel="validation nats per character", ylabel="local constant, frobenius (no unit)",
-            title=attention,
-        )  # fmt: skip
-    return figure
-
-
-STUDY = program(Study(Options, Case, Result, cases, measure, summarise, draw))
+STUDY = program(Study(Options, Case, Result, cases, measure, summarise))

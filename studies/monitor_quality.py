@@ -148,22 +148,19 @@ def main(argv: list[str]) -> None:
     fit(run)
     folder = run.directory.path
     found = errors(read_rows(run.directory.metrics), comparison.constants)
-    every = torch.tensor([value for values in found.values() for value in values])
+    steps = sorted(comparison.constants)
+    pairs = [pair for values in found.values() for pair in zip(steps, values, strict=True)]
+    every = torch.tensor([value for _, value in pairs])
     result = {
         "median": every.median().item(),
         "95th percentile": every.quantile(0.95).item(),
         "largest": every.max().item(),
-        "largest in the first 200 steps": max(
-            value
-            for values in found.values()
-            for step, value in zip(sorted(comparison.constants), values, strict=True)
-            if step < 200
-        ),
+        "largest in the first 200 steps": max(value for step, value in pairs if step < 200),
         "least": every.min().item(),
     }
-    draw(found, sorted(comparison.constants), folder / "quality.png")
+    draw(found, steps, folder / "quality.png")
     summary = {"comparisons": len(every), **result}
-    content = {"summary": summary, "errors": found, "steps": sorted(comparison.constants)}
+    content = {"summary": summary, "errors": found, "steps": steps}
     (folder / "quality.json").write_text(json.dumps(content, indent=1) + "\n")
     said = [f"{key} {value:.4%}" for key, value in result.items()]
     print(f"{len(every):,} comparisons", *said, sep=", ")

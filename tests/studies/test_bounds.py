@@ -248,7 +248,6 @@ def test_a_training_that_failed_is_reported_and_not_compared() -> None:
     for regulariser in ("none", "jasmin_0"):
         rows = rows_with(failed, regulariser)
         assert distribution.summarise(rows).outcome == "partly reproduced"
-        distribution.draw(rows)
     assert ("dot_product", "jasmin_0") not in equal_loss(rows_with(failed, "none"))
     assert equal_loss(rows_with(failed, "jasmin_0"))["dot_product", "jasmin_0"] == [1.0]
 
