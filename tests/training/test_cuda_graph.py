@@ -38,7 +38,7 @@ def trained(folder: Path, name: str, *words: str) -> tuple[list[torch.Tensor], l
         train(run)
     rows = read_rows(run.directory.metrics)
     kept = [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
-    return [p.detach() for p in run.module.model.parameters()], kept
+    return weights_of(run.module), kept
 
 
 @pytest.fixture
@@ -92,34 +92,30 @@ class Fails(L.Callback):
 
 
 def weights_of(model: CharLanguageModel) -> list[torch.Tensor]:
-    """Detached."""
     return [p.detach().clone() for p in model.parameters()]
 
 
 def after_a_failure() -> list[torch.Tensor]:
     """The weights after a loop that failed and another one."""
     model = module()
-    with pytest.raises(RuntimeError, match="out of memory"), cuda_rules():
+    with pytest.raises(RuntimeError, match="out of memory"):
         trainer(Fails()).fit(model, text(), text())
-    with cuda_rules():
-        trainer().fit(move(model), text(), text())
+    trainer().fit(move(model), text(), text())
     return weights_of(model)
 
 
 def with_more_batches_a_step() -> list[torch.Tensor]:
     """The weights after two epochs of single batches and two with pairs of them."""
     model = module()
-    with cuda_rules():
-        trainer(GradientAccumulationScheduler({0: 1, 2: 2})).fit(model, text(), text())
+    trainer(GradientAccumulationScheduler({0: 1, 2: 2})).fit(model, text(), text())
     return weights_of(model)
 
 
 def validated_later() -> list[torch.Tensor]:
     """The estimates of a validation after a training."""
     model, monitor = module(), LipschitzMonitor(random_tokens(1)[:, :8])
-    with cuda_rules():
-        trainer(monitor).fit(model, text(), text())
-        trainer(monitor).validate(move(model), text(), verbose=False)
+    trainer(monitor).fit(model, text(), text())
+    trainer(monitor).validate(move(model), text(), verbose=False)
     return [monitor.watched.probe.values(weights=None)]
 
 
@@ -127,9 +123,8 @@ def validated_twice() -> list[torch.Tensor]:
     """The losses of two validations in half precision, of four batches each."""
     model, found = module(), []
     for _ in range(2):
-        with cuda_rules():
-            here = trainer(precision="bf16-mixed")
-            found += here.validate(move(model), text(2), verbose=False)
+        here = trainer(precision="bf16-mixed")
+        found += here.validate(move(model), text(2), verbose=False)
     return [torch.tensor([row["val/nats"] for row in found])]
 
 
@@ -139,9 +134,10 @@ WAYS = [after_a_failure, with_more_batches_a_step, validated_later, validated_tw
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_no_graph_is_replayed_that_does_not_fit(way: Any, request) -> None:
-    expected = way()
+    with cuda_rules():
+        expected = way()
     request.getfixturevalue("replaying")
-    with noted_graphs():
+    with noted_graphs(), cuda_rules():
         found = way()
     assert all(map(torch.equal, found, expected))
 
