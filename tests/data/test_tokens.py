@@ -1,6 +1,5 @@
 """Characters or bytes to tokens and back, mapped from one file; what may be read of a path."""
 
-import json
 import os
 import threading
 from pathlib import Path
@@ -197,11 +196,6 @@ def test_a_long_text_is_encoded_piece_by_piece(monkeypatch) -> None:
     monkeypatch.setattr(vocabularies, "CHUNK", 5)
     assert torch.equal(vocabulary.encode(text), whole)
     assert Vocabulary.from_text([text[:3], "", text[3:]]) == vocabulary
-
-
-def test_a_vocabulary_survives_json() -> None:
-    vocabulary = Vocabulary.from_text('naïve "text"\r\n\ud800')
-    assert Vocabulary.from_dict(json.loads(json.dumps(vocabulary.to_dict()))) == vocabulary
 
 
 @pytest.mark.parametrize(
