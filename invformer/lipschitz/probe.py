@@ -161,7 +161,7 @@ class LipschitzProbe:
             factor = rounding_factor(self.iterations[0].left)
             return self.compiled.advance(weights, num_steps, diagonal, threads, times, factor)
         if self.replayed and num_steps == 1 and stacked is None:
-            return self.replayed[weights is not None](weights)
+            return self.replayed[weights is not None](weights).clone()  # the next writes there
         # On a CPU small operations lose more by waiting for a second thread than it computes.
         one_thread = changed(torch.get_num_threads, torch.set_num_threads, 1)
         with one_thread if is_short else nullcontext():
