@@ -36,7 +36,7 @@ struct Point {
   Matrix<T> u, z;  // after ψ_R or before γ of LN; after W: q, or q, k and v, or φ′
   T *u_rho, *rho;  // of u; of q, k and v of every head, in the ball
   T* biases;       // of every head, the largest lag first
-  T* promise;      // of every head's rows; the first head's become the largest of all
+  T* promise;      // of every token
   bool is_packed;  // of units there are only columns of the tokens that a step advances
 };
 

@@ -58,7 +58,8 @@ void choose(int64_t* chosen, const Branch<T>& f, const T* lengths, const T* prom
 // Nothing reads what the last layer writes, nor its units at tokens that are not chosen.
 template <typename T>
 void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Point<T>& at,
-             const Call& call, const Rooms<T>& rooms, bool is_last, const int64_t* chosen) {
+             const Call& call, const Rooms<T>& rooms, const Promise<T>* promise, bool is_last,
+             const int64_t* chosen) {
   const int64_t tokens = call.tokens, width = call.width, row = x.row;
   const int64_t columns = round_up(at.is_packed ? f.at_once : tokens, LANES<T>);
   const Matrix<T> seen = f.epsilon > 0 ? at.u : x.from(f.reads), to = x.from(f.writes);
@@ -110,11 +111,9 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
           f.biases && lag ? f.biases[h * f.bias_stride + lag - 1] : T(0);
     softmax_of_all<T>(f, at.z, tokens, h, by_lag, p);
     by_panels(y_h, at.z.from(f.inner - f.outer + h * d), p, d, tokens);
-    if (f.promising) promise_of_head(f, at, h, tokens, p, y_h, room);
+    if (promise) promise->of_head(h, at, p, y_h, room);
   }
-  for (int64_t h = 1; f.promising && h < f.heads; ++h)
-    for (int64_t i = 0; i < tokens; ++i)
-      if (is_less(at.promise[i], at.promise[h * row + i])) at.promise[i] = at.promise[h * row + i];
+  if (promise) promise->join(at.promise);
   by_rows(width, call.threads, [&](int64_t first, int64_t count) {
     multiply<T>(u.from(first), f.out().transposed().from(first), {y.data, row}, count, f.outer,
                 columns, false);
@@ -293,7 +292,7 @@ void advance(const Branch<T>* branches, const int64_t* text, const T* symbols, c
              const Call& call) {
   const int64_t tokens = call.tokens, width = call.width, row = odd_vectors<T>(tokens);
   const int64_t channels = call.streams * width;
-  int64_t inner = 0, outer = 0, heads = 0, kernel = 1, of_step = 0;
+  int64_t inner = 0, outer = 0, heads = 0, kernel = 1, of_step = 0, of_promise = 0;
   for (int64_t i = 0; i < call.branches; ++i) {
     const Branch<T>& f = branches[i];
     inner = std::max(inner, f.inner);
@@ -303,19 +302,21 @@ void advance(const Branch<T>* branches, const int64_t* text, const T* symbols, c
     const int64_t stride = round_up(f.at_once, LANES<T>);
     const int64_t of_rows = (2 * width + f.outer + f.inner + f.kernel * width + 6) * stride;
     of_step = std::max(of_step, of_rows + Heads<T>::size(f, tokens, width, row));
+    of_promise = std::max(of_promise, Promise<T>::size(f, width, row));
   }
-  const int64_t of_point = (inner + width + 1 + 5 * heads) * row;
-  const int64_t of_head = (tokens + 5) * row;
-  const int64_t of_layer = (channels + kernel * width + outer) * row;
+  const int64_t of_point = (inner + width + 2 + 4 * heads) * row;
+  const int64_t of_head = (tokens + 2) * row + Promise<T>::size_of_head(row);
+  const int64_t of_layer = (channels + kernel * width + outer) * row + of_promise;
   const Rooms<T> points(1, call.branches * of_point + of_layer);
   const Rooms<T> rooms(call.threads, std::max(of_step, of_head) + 32 * LANES<T>);
   Room<T> all{points.data};
   const Matrix<T> state{all.take(channels * row), row}, u{all.take(kernel * width * row), row};
   const Matrix<T> y{all.take(outer * row), row};
+  const Room<T> of_promises{all.take(of_promise)};
   auto point = [&](int64_t i) {
     Room<T> own{all.next + i * of_point};
     return Point<T>{{own.take(width * row), row}, {own.take(inner * row), row}, own.take(row),
-                    own.take(3 * heads * row), own.take(heads * row), own.take(heads * row),
+                    own.take(3 * heads * row), own.take(heads * row), own.take(row),
                     i + 1 == call.branches && !branches[i].heads && call.steps == 1};
   };
   std::vector<int64_t> chosen(tokens);
@@ -330,8 +331,12 @@ void advance(const Branch<T>* branches, const int64_t* text, const T* symbols, c
     for (int64_t i = 0; i < call.branches; ++i) {
       const Branch<T>& f = branches[i];
       const int64_t at = sequence * tokens;
+      std::optional<Promise<T>> promise;
+      if (f.promising) promise.emplace(f, f.left + at * width, f.lengths + at, tokens, width, row,
+                                       of_promises);
       if (point(i).is_packed) choose<T>(chosen.data(), f, f.lengths + at, nullptr, *f.turn, tokens);
-      forward<T>(f, state, u, y, point(i), call, rooms, i + 1 == call.branches, chosen.data());
+      forward<T>(f, state, u, y, point(i), call, rooms, promise ? &*promise : nullptr,
+                 i + 1 == call.branches, chosen.data());
     }
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)
     for (int64_t i = 0; i < call.branches; ++i) {
