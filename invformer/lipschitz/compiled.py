@@ -103,7 +103,8 @@ class CompiledEstimates:
         iterations: Sequence[PowerIteration],
     ) -> None:
         self.stack, self.iterations = model.stack, iterations
-        self.embedding, self.text = model.embedding, text.long().contiguous()
+        # A copy: symbols are checked once, before the first call.
+        self.embedding, self.text = model.embedding, text.to(torch.int64, copy=True).contiguous()
         self.shape = *text.shape, model.head.in_features  # of what enters the stack
         self.branches: Any = ()
         self.forms: list[Any] = []  # of all tensors when branches were found
