@@ -14,6 +14,7 @@ from typing import Any
 
 from invformer.commands import run
 from invformer.config.schema import TrainConfig
+from invformer.errors import ConfigurationError
 
 TURN, WINDOW = 10, 100
 NEVER = sys.maxsize
@@ -27,12 +28,13 @@ def is_watched(step: int) -> bool:
 def costs(seconds: Mapping[int, float]) -> list[float]:
     """What steps with estimates take more than those without, as a share, window by window."""
     found = []
-    for first in range(WINDOW, max(seconds) - WINDOW + 2, WINDOW):
+    for first in range(WINDOW, max(seconds, default=0) - WINDOW + 2, WINDOW):
         times: dict[bool, list[float]] = {True: [], False: []}
         for step in range(first, first + WINDOW):
             if step in seconds:
                 times[is_watched(step)].append(seconds[step])
-        found.append(statistics.median(times[True]) / statistics.median(times[False]) - 1)
+        if times[True] and times[False]:
+            found.append(statistics.median(times[True]) / statistics.median(times[False]) - 1)
     return found
 
 
@@ -46,6 +48,8 @@ def measure(config: TrainConfig) -> None:
 
     trained = build_run(config)
     monitor = trained.callback(LipschitzMonitor)
+    if monitor is None:
+        raise ConfigurationError("monitor.enabled: without a monitor there is nothing to time")
     began: dict[int, float] = {}
 
     class Turns(L.Callback):
@@ -62,6 +66,11 @@ def measure(config: TrainConfig) -> None:
         if step + 1 in began and all((step + 1) % every for every in pauses)
     }
     found = costs(seconds)
+    if len(found) < 2:
+        raise ConfigurationError(
+            f"fewer than two windows of {WINDOW} steps were timed: choose another run.name, and "
+            f"trainer.max_steps={4 * WINDOW} or more"
+        )
     error = statistics.stdev(found) / len(found) ** 0.5
     alone = statistics.median(s for step, s in seconds.items() if not is_watched(step))
     print(

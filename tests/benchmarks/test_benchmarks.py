@@ -140,6 +140,7 @@ def test_the_cost_of_estimates_is_that_of_their_turns_whatever_the_machine_does(
     step = {True: 1.06, False: 1.0}
     seconds = {s: step[monitor_cost.is_watched(s)] * (1 + s // 100) for s in range(700) if s % 25}
     assert monitor_cost.costs(seconds) == pytest.approx([0.06] * 6)
+    assert monitor_cost.costs({}) == monitor_cost.costs({s: 1.0 for s in range(150)}) == []
 
 
 def test_a_training_by_turns_says_what_its_estimates_cost(tmp_path) -> None:
@@ -147,3 +148,6 @@ def test_a_training_by_turns_says_what_its_estimates_cost(tmp_path) -> None:
     words = [*size, "trainer.max_steps=305", "logger=none", f"run.root={tmp_path}"]
     done = python("-m", "benchmarks.monitor_cost", *words)
     assert "of a step's" in done.stdout
+    for word, said in (("trainer.max_steps=20", "two windows"), ("monitor.enabled=false", "time")):
+        done = python("-m", "benchmarks.monitor_cost", *words, word, f"run.name={said}")
+        assert (done.returncode, said in done.stderr) == (2, True)
