@@ -64,7 +64,7 @@ struct Promise {
       const T scale = f.log_scale ? std::exp(f.log_scale[c]) : 1;
       for (int64_t m = 0; m < count; ++m) *g.at(c, m) = left[told[m] * width + c] * scale;
     }
-    multiply<T>(a, f.out(), g, f.outer, width, COLUMNS, false);
+    if (count) multiply<T>(a, f.out(), g, f.outer, width, COLUMNS, false);
   }
 
   // The terms of a head, from P at (j, i) and y = P v.
